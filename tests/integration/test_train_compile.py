@@ -151,7 +151,10 @@ def test_the_step_compiles_for_a_tpu(on_two_slices):
     assert (run.config.dtype, run.config.attention) == ("bfloat16", "splash")
     assert (report.devices, dict(report.mesh), report.fits) == (8, {"data": 2, "fsdp": 4}, True)
     assert {collective.slices for collective in report.cost.collectives} == {1, 2}
-    assert report.estimate.dcn_seconds > 0
+    time = report.estimate
+    assert time.dcn_seconds > 0
+    assert time.seconds <= time.scheduled_seconds <= time.serial_seconds
+    assert 0 < time.exposed_network_seconds <= time.ici_seconds + time.dcn_seconds
     memory = report.memory
     assert memory.peak == memory.arguments + memory.outputs - memory.aliased + memory.temporaries
     # The report recognizes a copy of the state by the prefixes of the argument names.

@@ -53,10 +53,10 @@ def estimate(cost: Cost, chip: Chip, devices: int, slices: int = 1) -> Estimate:
     Collectives that do not run in every step are left out. A collective over several slices runs within each slice
     first, so that every device sends an equal share to other slices. A loop of unknown length runs once.
 
-    The schedule is that of the optimized module, the network's time that of `cost.collectives`, which are counted
-    elsewhere on TPUs. So the exposed time of the network is the fraction of the schedule's transfers for which the
-    device waits, applied to the network's time; without transfers in the schedule, all of it. The sum is then at most
-    `serial_seconds`; if it is less than `seconds`, it is raised to that.
+    The schedule is that of the optimized module. The network's time is that of `cost.collectives`, which on TPUs are
+    counted before optimization. So the exposed time of the network is the share of the schedule's transfers for which
+    the device waits, applied to the network's time; without transfers in the schedule, all of it. The scheduled time is
+    then at most `serial_seconds`. If it is less than `seconds`, it is raised to that.
 
     Args:
       cost: from `aot.cost.analyze`, per device.
@@ -64,21 +64,10 @@ def estimate(cost: Cost, chip: Chip, devices: int, slices: int = 1) -> Estimate:
       devices: the number of devices in the mesh.
       slices: the number of slices in the mesh.
     """
-    inside_slice = devices // slices
-
-    def products(matmul_flops: Mapping[str, float]) -> float:
-        return sum(flops / chip.flops(dtype) for dtype, flops in matmul_flops.items())
-
-    def network_of(collective: Collective) -> tuple[float, float]:
-        inside, between = _bytes(collective)
-        whole_slice = collective.devices // collective.slices >= inside_slice
-        ici = inside / (chip.ici_bandwidth / chip.devices / (1 if whole_slice else chip.torus))
-        return ici, between / (chip.dcn_bandwidth / chip.devices)
-
-    rates = Rates(products, network_of, chip.hbm_bandwidth / chip.devices, chip.host_bandwidth / chip.devices)
-    compute, memory = products(cost.matmul_flops), cost.hbm_bytes / rates.hbm_bandwidth
+    rates = _rates(chip, devices // slices)
+    compute, memory = rates.products(cost.matmul_flops), cost.hbm_bytes / rates.hbm_bandwidth
     host = cost.host_bytes / rates.host_bandwidth
-    transfers = [network_of(collective) for collective in cost.collectives if not collective.conditional]
+    transfers = [rates.network(collective) for collective in cost.collectives if not collective.conditional]
     ici, dcn = (sum(seconds) for seconds in zip(*transfers, strict=True)) if transfers else (0.0, 0.0)
     network = max(ici, dcn)
     parts = (compute, "compute"), (memory, "memory"), (network, "network"), (host, "host")
@@ -102,6 +91,21 @@ def estimate(cost: Cost, chip: Chip, devices: int, slices: int = 1) -> Estimate:
         bound,
         bool(cost.unknown_loops),
     )
+
+
+def _rates(chip: Chip, slice_devices: int) -> Rates:
+    """Returns the speed of a device in slices of `slice_devices` devices."""
+
+    def products(matmul_flops: Mapping[str, float]) -> float:
+        return sum(flops / chip.flops(dtype) for dtype, flops in matmul_flops.items())
+
+    def network(collective: Collective) -> tuple[float, float]:
+        inside, between = _bytes(collective)
+        dimensions = 1 if collective.devices // collective.slices >= slice_devices else chip.torus
+        ici, dcn = chip.ici_bandwidth / chip.devices / dimensions, chip.dcn_bandwidth / chip.devices
+        return inside / ici, between / dcn
+
+    return Rates(products, network, chip.hbm_bandwidth / chip.devices, chip.host_bandwidth / chip.devices)
 
 
 def _bytes(collective: Collective) -> tuple[float, float]:

@@ -112,6 +112,7 @@ def test_each_part_can_be_the_bound():
     network = estimate(cost(hbm=1, collectives=[collective(moved=200e9)]), V5E, devices=16)
     assert (network.bound, network.seconds) == ("network", 1)
     assert network.serial_seconds == pytest.approx(1 + 1 / 819e9)
+    assert network.exposed_network_seconds == 1  # without a schedule
     host = estimate(cost(flops=197e11, host=16e9), V5E, devices=16)
     assert (host.bound, host.seconds, host.host_seconds, host.serial_seconds) == ("host", 1, 1, 1.1)
 

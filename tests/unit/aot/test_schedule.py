@@ -126,9 +126,9 @@ WHILE = [
 ]
 
 
-def looped(*inside: str, before: tuple[str, ...] = (), after: tuple[str, ...] = ()) -> Estimate:
+def looped(*inside: str, before: Iterable[str] = (), after: Iterable[str] = (), chip: Chip = SLOW) -> Estimate:
     computations = LOOP.replace("INSIDE", "\n".join(f"  {line}" for line in inside))
-    return timed(*before, *WHILE, *after, computations=computations, chip=SLOW)
+    return timed(*before, *WHILE, *after, computations=computations, chip=chip)
 
 
 def test_a_loop_waits_in_each_round():
@@ -137,14 +137,23 @@ def test_a_loop_waits_in_each_round():
     assert inside.scheduled_seconds == 5 * 32 * GATHER
     assert inside.exposed_network_seconds == 5 * (32 * GATHER - PRODUCT)
     assert looped(start, done, *products(1)).scheduled_seconds == 5 * (32 * GATHER + PRODUCT)
-    unfinished = looped(start, *products(1))  # the next round could finish it: waited for at the end of each
-    assert unfinished.scheduled_seconds == 5 * 32 * GATHER
+    unfinished = looped(*products(1), start)  # the next round could finish it: waited for at the end of each
+    assert unfinished.scheduled_seconds == 5 * (PRODUCT + 32 * GATHER)
     # A gather that goes on during the first two rounds of one product each.
     around = looped(*products(1), before=(start,), after=(done,))
     assert (around.scheduled_seconds, around.exposed_network_seconds) == (5 * PRODUCT, 0)
-    # The loop's own gather waits for the one before it.
-    busy = looped(start, *products(1), done, before=(start,))
-    assert busy.scheduled_seconds == 6 * 32 * GATHER
+    # The loop's own gather waits for the one before it, once.
+    busy = looped(start, done, *products(1), before=(start,))
+    assert busy.scheduled_seconds == 5 * (PRODUCT + 32 * GATHER) + 32 * GATHER
+
+
+def test_a_loop_copies_and_prefetches():
+    host = looped("%far = f32[64]{0:S(5)} constant({...})", "%near = f32[64]{0:S(1)} copy(%far)")
+    assert (host.host_seconds, host.scheduled_seconds) == (5 * 256, 5 * 256)
+    # A prefetch of 2048 seconds goes on during the first two rounds.
+    slow = dataclasses.replace(UNIT, hbm_bandwidth=1 / 8)
+    prefetch = looped(*products(1), before=(ARRAYS[0], PREFETCH), after=(PREFETCHED,), chip=slow)
+    assert (prefetch.memory_seconds, prefetch.scheduled_seconds) == (2048, 5 * PRODUCT)
 
 
 def test_a_branch_takes_its_products_and_no_collectives():
@@ -161,8 +170,18 @@ def test_a_branch_takes_its_products_and_no_collectives():
 }}
 """
     taken = "%c = f32[8,8]{1,0:S(1)} conditional(%which, %x, %x), branch_computations={%dear, %cheap}"
-    time = timed("%which = s32[]{:S(1)} constant(0)", taken, *products(1), computations=branches)
+    which = "%which = s32[]{:S(1)} constant(0)"
+    time = timed(which, taken, *products(1), computations=branches)
     assert (time.scheduled_seconds, time.serial_seconds, time.network_seconds) == (2 * PRODUCT, 2 * PRODUCT, 0)
+    hidden = f"%s = {START}", *products(1), "%d = f32[32]{0:S(1)} all-gather-done(%s)"
+    beside = timed(which, taken, *hidden, computations=branches)
+    assert (beside.network_seconds, beside.exposed_network_seconds) == (GATHER, 0)
+
+
+def test_a_call_takes_the_time_of_what_it_calls():
+    called = f"%called (x: f32[8,8]) -> f32[8,8] {{\n  %x = f32[8,8]{{1,0:S(1)}} parameter(0)\n  ROOT %p = {DOT}\n}}\n"
+    time = timed("%c = f32[8,8]{1,0:S(1)} call(%x), to_apply=%called", f"%g = {GATHERED}", computations=called)
+    assert time.scheduled_seconds == PRODUCT + GATHER
 
 
 FUSIONS = f"""
@@ -197,8 +216,9 @@ def test_a_gather_that_overlaps_fusions_counts_once():
     hidden, half = (timed(*body, computations=FUSIONS, once=f"%g = {GATHERED}", chip=chip) for chip in (UNIT, SLOW))
     assert (hidden.exposed_network_seconds, hidden.scheduled_seconds) == (0, 2 * PRODUCT)
     assert half.network_seconds == 32 * GATHER
-    at_end = timed(start, middle.format(1), end, computations=FUSIONS, once=f"%g = {GATHERED}", chip=SLOW)
-    assert at_end.exposed_network_seconds == 32 * GATHER - PRODUCT
+    before = timed(start, middle.format(1), end, *products(1), computations=FUSIONS, once=f"%g = {GATHERED}", chip=SLOW)
+    assert before.exposed_network_seconds == 32 * GATHER - PRODUCT
+    assert before.scheduled_seconds == 32 * GATHER + PRODUCT
 
 
 HOST = {
@@ -240,6 +260,8 @@ COPIES = """
 }
 """
 ARRAYS = ["%z = f32[64]{0} parameter(3)", "%big = f32[512]{0:S(5)} parameter(4)"]
+PREFETCH = "%s = (f32[64]{0:S(1)}, f32[64]{0}, u32[]{:S(2)}) copy-start(%z)"
+PREFETCHED = "%d = f32[64]{0:S(1)} copy-done(%s)"
 
 
 @pytest.mark.parametrize("form", HOST)
@@ -281,8 +303,7 @@ def test_links_serve_at_the_same_time():
 
 def test_a_prefetch_takes_the_time_in_which_hbm_is_free():
     """256 bytes from HBM to VMEM behind 64 negated bytes of HBM (read and written) and a product of 1024 seconds."""
-    start = "%s = (f32[64]{0:S(1)}, f32[64]{0}, u32[]{:S(2)}) copy-start(%z)"
-    end, negated = "%d = f32[64]{0:S(1)} copy-done(%s)", "%n = f32[64]{0} negate(%z)"
+    start, end, negated = PREFETCH, PREFETCHED, "%n = f32[64]{0} negate(%z)"
     assert timed(*ARRAYS, start, *products(1), end).scheduled_seconds == PRODUCT
     assert timed(*ARRAYS, start, end, *products(1)).scheduled_seconds == PRODUCT + 256
     assert timed(*ARRAYS, start, negated, end).scheduled_seconds == 256 + 512
