@@ -8,7 +8,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from trainer.config.errors import UserError, command_line, exit_on_user_error, shortened
+from trainer.config.errors import (
+    UserError,
+    closed_at_interrupt,
+    command_line,
+    exit_on_user_error,
+    nearest,
+    shortened,
+)
 from trainer.config.help import prints_usage
 from trainer.config.load import begin
 from trainer.config.paths import local_path
@@ -84,14 +91,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         seconds.append(candidate.row["wall_seconds"])
         say(line_of(candidate) + ("  <- best so far" if candidate is search.best else ""))
 
-    try:
-        search.run(ends, starts)
-    except KeyboardInterrupt:
-        say("interrupted; the same command continues")
-        raise
-    finally:
+    def close() -> None:
+        compiler.end()
         if search.candidates:
             say(answer_text(search, space, words.config))
+
+    with closed_at_interrupt(close):  # Ctrl-C prints the best so far; the same command continues
+        search.run(ends, starts)
     if not any(candidate.outcome == FITS for candidate in search.candidates):
         say("looking for the smallest topology that fits")
         found = smallest_that_fits(
@@ -140,8 +146,6 @@ def _count(name: str, text: str) -> int:
 
 def _values(word: str, name: str, text: str) -> list[Any]:
     """Returns the values of search.KEY=a,b. A list is written in brackets: search.KEY=[a,b],[c]."""
-    from trainer.config.errors import nearest
-
     key: Key | None = schema().keys.get(name)
     if key is None:
         raise UserError(f"{shortened(word)}: there is no key {shortened(name)}{nearest(name, schema().keys)}")

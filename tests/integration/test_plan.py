@@ -1,13 +1,15 @@
 """`python -m trainer.plan` as a user runs it, with the compiler for TPUs."""
 
-import importlib.util
 import json
+import shlex
 
 import pytest
-from test_train_compile import TPU, needs_libtpu
 from support import arguments
+from test_train_compile import TPU, needs_libtpu
 
+from trainer.config.load import load
 from trainer.plan import main
+from trainer.train_compile import compile_for_topology
 
 
 @needs_libtpu
@@ -15,9 +17,19 @@ from trainer.plan import main
 def test_a_plan_of_a_tiny_model(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     own = {key: value for key, value in TPU.items() if key not in ("remat_policy", "per_device_batch_size")}
-    words = [
-        *arguments("nnx", **own),
-        "num_vocab_tiling=1",
-        "search.remat_policy=none,full",
-        "search.per_device_batch_size=1",
-    ]
+    tiny = [word for word in arguments("nnx", **own) if not word.startswith("per_device_batch_size")]
+    hosts = ("optimizer_memory_host_offload=false", "parameter_memory_host_offload=false", "num_vocab_tiling=1")
+    words = [*tiny, *hosts, "search.remat_policy=none,full", "search.per_device_batch_size=1"]
+    main([*words, "--json"])
+    output = capsys.readouterr()
+    answer = json.loads(output.out)
+    assert answer["counts"]["compiled"] == 2
+    assert "compiling 2 of at most 24" in output.err
+    assert [found["outcome"] for found in answer["candidates"]] == ["fits", "fits"]
+    program, *rest = shlex.split(answer["command"])[2:]
+    assert program == "trainer.train"
+    report = compile_for_topology(load([*rest, "compile_topology=v5e-4"]).config).report
+    assert report.memory.peak == answer["best"]["row"]["report"]["peak_bytes"]
+
+    main(words)
+    assert "2 from the journal" in capsys.readouterr().out

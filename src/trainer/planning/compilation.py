@@ -46,12 +46,12 @@ class Compiler:
         """`program`: the words of the command before the keys."""
         self._program = program
         self.memory, self.seconds = 0, 0.0  # the most that a compilation took so far
+        self._process: subprocess.Popen[bytes] | None = None
 
     def __call__(self, words: Sequence[str]) -> dict[str, Any]:
         """Returns the row of a compilation, without its key: `outcome`, `reason`, `report`, `wall_seconds`, `memory`.
 
-        A crash, a time-out and a compiler without memory are outcomes; the process and its children are ended with this
-        one.
+        A crash, a time-out and a compiler without memory are outcomes.
         """
         with tempfile.TemporaryDirectory() as folder:
             report, output = Path(folder) / "report.json", Path(folder) / "output"
@@ -59,13 +59,13 @@ class Compiler:
             environment = {name: text for name, text in os.environ.items() if not name.startswith(PREFIX)}
             began = time.monotonic()
             with output.open("wb") as file:
-                process = subprocess.Popen(
+                self._process = process = subprocess.Popen(
                     command, stdout=file, stderr=file, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
                 )
                 try:
                     ended, memory = self._watch(process, began)
                 finally:
-                    _end(process)
+                    self.end()
             row = {"wall_seconds": round(time.monotonic() - began, 1), "memory": memory}
             self.memory, self.seconds = max(self.memory, memory), max(self.seconds, row["wall_seconds"])
             code = process.returncode
@@ -77,6 +77,12 @@ class Compiler:
                 "reason": ended or _reason(code, output.read_text(errors="replace")),
                 "report": {},
             }
+
+    def end(self) -> None:
+        """Ends a running compilation and its children."""
+        if self._process and self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
 
     def _watch(self, process: subprocess.Popen[bytes], began: float) -> tuple[str, int]:
         """Waits for `process`. Returns why it was ended early, or "", and the most memory that it took, in bytes."""
@@ -99,12 +105,6 @@ def _resident(pid: int) -> int:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _SIZE_OF_PAGE
     except (OSError, IndexError):
         return 0
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def _reason(code: int, output: str) -> str:

@@ -556,3 +556,14 @@ def test_what_a_generation_reads_has_an_effect_without_data():
     _, made = converted(f"{command}{words} decode_sampling_top_k=5 decode_sampling_nucleus_p=0.5")
     assert made.runs
     assert [row.given for row in made.rows if row.kind == NO_EFFECT] == ["decode_sampling_nucleus_p=0.5"]
+
+
+def test_the_estimator_is_a_plan():
+    command = "python3 -m maxtext.utils.estimator src/maxtext/configs/base.yml compile_topology=v5e-16 dataset_type=hf "
+    command = parse([f"{command} hf_path=allenai/c4 model_name=llama2-7b max_target_length=2048"])
+    made = convert(command, program(command.module).runs)
+    assert made.runs
+    assert as_text(made.words).startswith("python -m trainer.plan maxtext.yml ")
+    assert {"compile_topology=v5e-16", "max_target_length=2048"} <= set(made.words)
+    lacking = parse(["python3 -m maxtext.utils.estimator src/maxtext/configs/base.yml model_name=llama2-7b"])
+    assert "compile_topology=v5e-16" in convert(lacking, program(lacking.module).runs).problems[0]

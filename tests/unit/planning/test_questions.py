@@ -1,5 +1,6 @@
 """Command lines of `trainer.plan`: their words, mistakes, and random questions to a compiler that answers at random."""
 
+import contextlib
 import json
 import random
 
@@ -165,8 +166,6 @@ def ask_many(seeds, folder, monkeypatch):
     """Returns how many of the questions compiled something. The others end with a UserError."""
     compiled = 0
     for seed in seeds:
-        try:
+        with contextlib.suppress(UserError):
             compiled += asks(seed, folder, monkeypatch) > 0
-        except UserError as error:
-            assert str(error), seed
     return compiled
