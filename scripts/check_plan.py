@@ -109,7 +109,7 @@ def _check(name: str, question: Question, folder: Path) -> int:
     space = default_space(config, topology.devices, slices, loaded.changed, question.search)
     journal, devices = Journal(folder / f"{name}.jsonl"), devices_of(topology, slices)
     search = Search(config, space, devices, journal, _compile_here, limit=space.size)
-    search.run(_print, lambda changes, number: None)
+    search.run(ends=_print)
     wrong = [] if search.best else ["nothing fits"]
     compiled = {str(sorted(found.changes.items())) for found in search.candidates}
     tried = fitting = 0
@@ -173,8 +173,8 @@ def _compile_here(words: Sequence[str], options: Mapping[str, Any] = QUICKLY) ->
     return {"wall_seconds": seconds, "memory": 0, "outcome": outcome, "reason": "", "report": kept(report.as_dict())}
 
 
-def _print(candidate: Candidate, number: int) -> None:
-    print(f"  {number}: {candidate.outcome}, {candidate.tokens_per_second:.0f} tok/s, {candidate.changes}", flush=True)
+def _print(candidate: Candidate) -> None:
+    print(f"  {candidate.outcome}, {candidate.tokens_per_second:.0f} tok/s, {candidate.changes}", flush=True)
 
 
 if __name__ == "__main__":

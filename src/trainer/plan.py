@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from trainer.config.dump import to_flow
 from trainer.config.errors import (
     UserError,
     closed_at_interrupt,
@@ -17,7 +18,7 @@ from trainer.config.errors import (
     shortened,
 )
 from trainer.config.help import prints_usage
-from trainer.config.load import begin
+from trainer.config.load import Loaded, begin
 from trainer.config.paths import local_path
 from trainer.config.schema import Key, plain_name, schema
 from trainer.config.values import check, read_text
@@ -25,7 +26,6 @@ from trainer.runtime.platforms import prepare_to_compile
 
 _SEARCH = "search."
 _OBJECTIVES = ("tokens", "batch")
-JOURNAL = "plan.jsonl"  # in base_output_directory
 
 
 class Words(NamedTuple):
@@ -50,66 +50,58 @@ def main(argv: Sequence[str] | None = None) -> None:
     begun = begin(words.config, os.environ)
     prepare_to_compile(begun.config.compile_topology)
     # The command line has been checked by itself. The following code loads JAX.
-    from trainer.aot.topologies import devices_of, topology_of
-    from trainer.planning.answer import answer_json, answer_text, larger_text, line_of, progress_text, settings_text
+    from trainer.aot.report import DOES_NOT_FIT
+    from trainer.planning.answer import answer_json, answer_text, larger_text, run
     from trainer.planning.candidate import FITS
-    from trainer.planning.compilation import Compiler
-    from trainer.planning.journal import Journal
     from trainer.planning.larger import smallest_that_fits
-    from trainer.planning.search import Search
-    from trainer.planning.space import default_space
     from trainer.weights.model_of_command import with_model
 
     loaded = with_model(begun)
-    if loaded.measures:
-        raise UserError("max_target_length is not given, and a plan does not read the data that determine it; give it")
-    config, topology, slices = loaded.config, topology_of(loaded.config), loaded.config.compile_topology_num_slices
-    if both := sorted(words.search.keys() & loaded.changed.keys()):
-        raise UserError(
-            f"search.{both[0]} and {both[0]}={config[both[0]]} ({loaded.changed[both[0]]}): give one of them"
-        )
-    space = default_space(config, topology.devices, slices, loaded.changed, words.search, words.global_batch_tokens)
-    path = words.journal or f"{config.base_output_directory}/{JOURNAL}"
-    journal, out = Journal(local_path(path, "journal=")), sys.stderr if words.json else sys.stdout
+    space, search = _question(words, loaded)
+    out = sys.stderr if words.json else sys.stdout
 
     def say(line: str) -> None:
         print(line, file=out, flush=True)
 
     for line in (*loaded.notes, *(f"warning: {warning}" for warning in loaded.warnings)):
         say(line)
-    say(f"{space.size:,} points; at most {words.compiles} are compiled; results are kept in {journal.path}")
-    compiler = Compiler()
-    search = Search(
-        config, space, devices_of(topology, slices), journal, compiler, objective=words.objective, limit=words.compiles
-    )
-    seconds: list[float] = []
-
-    def starts(changes: Any, number: int) -> None:
-        say(progress_text(search, changes, seconds))
-
-    def ends(candidate: Any, number: int) -> None:
-        seconds.append(candidate.row["wall_seconds"])
-        say(line_of(candidate) + ("  <- best so far" if candidate is search.best else ""))
+    say(f"{space.size:,} points; at most {words.compiles} are compiled; results are kept in {search.journal.path}")
 
     def close() -> None:
-        compiler.end()
+        search.compiler.end()
         if search.candidates:
             say(answer_text(search, space, words.config))
 
     with closed_at_interrupt(close):  # Ctrl-C prints the best so far; the same command continues
-        search.run(ends, starts)
-    if not any(candidate.outcome == FITS for candidate in search.candidates):
-        say("looking for the smallest topology that fits")
-        found = smallest_that_fits(
-            config,
-            [*loaded.changed],
-            journal,
-            compiler,
-            lambda name, changes: say(f"compiling for {name}: {settings_text(changes)}"),
-        )
-        say(larger_text(found))
+        run(search, say)
+    fits = any(candidate.outcome == FITS for candidate in search.candidates)
+    larger = None if fits else smallest_that_fits(search, loaded.changed, say)
+    if not fits:
+        say(larger_text(larger))
     if words.json:
-        print(json.dumps(answer_json(search, space, words.config), indent=1))
+        print(json.dumps(answer_json(search, space, words.config, larger), indent=1))
+    if not fits:
+        raise SystemExit(DOES_NOT_FIT)
+
+
+def _question(words: Words, loaded: Loaded) -> tuple[Any, Any]:
+    """Returns the space of a question, and its search."""
+    from trainer.aot.topologies import devices_of, topology_of
+    from trainer.planning.compilation import Compiler
+    from trainer.planning.journal import JOURNAL, Journal
+    from trainer.planning.search import Search
+    from trainer.planning.space import default_space
+
+    if loaded.measures:
+        raise UserError("max_target_length is not given, and a plan does not read the data that determine it; give it")
+    config, topology, slices = loaded.config, topology_of(loaded.config), loaded.config.compile_topology_num_slices
+    for key in words.search.keys() & loaded.changed.keys():
+        given = f"{key}={shortened(to_flow(config[key]))} ({loaded.changed[key]})"
+        raise UserError(f"search.{key} and {given}: give one of them")
+    space = default_space(config, topology.devices, slices, loaded.changed, words.search, words.global_batch_tokens)
+    journal = Journal(local_path(words.journal or f"{config.base_output_directory}/{JOURNAL}", "journal="))
+    devices = devices_of(topology, slices)
+    return space, Search(config, space, devices, journal, Compiler(), objective=words.objective, limit=words.compiles)
 
 
 def read_words(given: Sequence[str]) -> Words:

@@ -4,7 +4,7 @@ Every figure is in a row of the journal, or is a ratio of two such figures.
 """
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from trainer.aot.text import gib
@@ -15,36 +15,12 @@ from trainer.observe.text import short_time, si
 from trainer.planning.candidate import FAILED, FITS, TOO_LARGE, Candidate
 from trainer.planning.larger import Larger
 from trainer.planning.search import Search, ranked
+from trainer.planning.settings import settings_text
 from trainer.planning.space import OFFLOAD, REMAT, SHARDING, TILES, Changes, Space
 
 SHOWN = 10  # rows of the table
-# Settings that a table shows in words where they are on.
-_PLAIN = {
-    "shard_optimizer_over_data": "Zero-1",
-    "num_vocab_tiling": "vocabulary tiles",
-    "optimizer_memory_host_offload": "optimizer on the host",
-    "parameter_memory_host_offload": "parameters on the host",
-}
 _CLASSES = (SHARDING, REMAT, TILES, OFFLOAD)
 _COMPILE_KEYS = {key for row in COMPILE_ROWS for key in row[0]}
-
-
-def settings_text(changes: Changes) -> str:
-    """Returns the settings of a point for a table, without mesh axes of size 1 and settings that are off."""
-    return ", ".join(text for key, value in changes.items() if (text := _setting(key, value))) or "as given"
-
-
-def _setting(key: str, value: Any) -> str:
-    if key.startswith(("ici_", "dcn_")) and key.endswith("_parallelism"):
-        over = " over slices" if key.startswith("dcn_") else ""
-        return f"{key[4:].removesuffix('_parallelism')} {value}{over}" if value != 1 else ""
-    if key == "per_device_batch_size":
-        return f"{value:g} {'row' if value == 1 else 'rows'}"
-    if key == "gradient_accumulation_steps":
-        return f"{value} microbatches" if value > 1 else ""
-    if key in _PLAIN and isinstance(value, bool | int):
-        return _PLAIN[key] if value not in (False, 1) or value is True else ""
-    return value if key == "remat_policy" else as_words({key: value})[0]
 
 
 def line_of(candidate: Candidate) -> str:
@@ -68,8 +44,8 @@ def answer_text(search: Search, space: Space, words: Sequence[str]) -> str:
     return "\n".join([*_head(search), *_table(search), *_command(search, words), *_lost(search, space)])
 
 
-def answer_json(search: Search, space: Space, words: Sequence[str]) -> dict[str, Any]:
-    """Returns the answer as plain data: `command`, `best`, `candidates`, `counts`, `lost`, `refused`."""
+def answer_json(search: Search, space: Space, words: Sequence[str], larger: Larger | None = None) -> dict[str, Any]:
+    """Returns the answer as plain data: `command`, `best`, `candidates`, `counts`, `lost`, `refused`, `larger`."""
     best = search.best
     return {
         "command": " ".join(command(search, words, best.changes)) if best else None,
@@ -78,6 +54,7 @@ def answer_json(search: Search, space: Space, words: Sequence[str]) -> dict[str,
         "counts": vars(search.counts) | {"left": search.counts.left},
         "lost": dict(losers(search, space)),
         "refused": search.refusals,
+        "larger": larger and {"topology": larger.topology, "slices": larger.slices, **_plain(larger.candidate)},
     }
 
 
@@ -214,9 +191,18 @@ def _ratio(value: float, best: float) -> float:
     return value / best if best else float("inf") if value else 1.0
 
 
-def progress_text(search: Search, changes: Changes, seconds: Sequence[float]) -> str:
-    """Returns a line about the compilation that starts. `seconds`: the time of earlier compilations."""
-    done = search.counts.compiled + search.counts.known
-    minutes = max(1, round((search.limit - done) * sum(seconds) / len(seconds) / 60)) if seconds else 0
-    left = f", at most {minutes} min left" if seconds else ""
-    return f"compiling {done + 1} of at most {search.limit}{left}: {settings_text(changes)}"
+def run(search: Search, say: Callable[[str], None]) -> None:
+    """Runs a search. Says what is compiled, how long the rest takes at most, and each result."""
+    seconds: list[float] = []
+
+    def starts(changes: Changes) -> None:
+        done = search.counts.compiled + search.counts.known
+        minutes = max(1, round((search.limit - done) * sum(seconds) / len(seconds) / 60)) if seconds else 0
+        left = f", at most {minutes} min left" if seconds else ""
+        say(f"compiling {done + 1} of at most {search.limit}{left}: {settings_text(changes)}")
+
+    def ends(candidate: Candidate) -> None:
+        seconds.append(candidate.row["wall_seconds"])
+        say(line_of(candidate) + ("  <- best so far" if candidate is search.best else ""))
+
+    search.run(starts, ends)

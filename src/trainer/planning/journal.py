@@ -15,6 +15,7 @@ from trainer.config.errors import UserError
 from trainer.config.keys import Config
 from trainer.runtime.versions import installed
 
+JOURNAL = "plan.jsonl"  # in base_output_directory
 Row = Mapping[str, Any]
 _COMPILERS = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "XLA_PYTHON_CLIENT_MEM_FRACTION")

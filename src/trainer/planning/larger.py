@@ -1,7 +1,7 @@
 """The smallest topology on which a model fits, if it fits on no mesh of the given one."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from trainer.aot.topologies import devices_of
@@ -9,8 +9,8 @@ from trainer.config.derived import DCN, ICI
 from trainer.config.keys import Config
 from trainer.config.topologies import GPUS, Topology, find_topology, topologies
 from trainer.planning.candidate import Candidate
-from trainer.planning.journal import Journal
-from trainer.planning.search import Compile, Search
+from trainer.planning.search import Search
+from trainer.planning.settings import settings_text
 from trainer.planning.space import Changes, default_space
 
 _MOST = 5  # topologies that are tried
@@ -26,42 +26,34 @@ class Larger(NamedTuple):
     candidate: Candidate
 
 
-def smallest_that_fits(
-    config: Config,
-    fixed: Sequence[str],
-    journal: Journal,
-    compile_words: Compile,
-    starts: Callable[[str, Changes], None],
-) -> Larger | None:
-    """Returns the smallest topology larger than compile_topology on which the model fits, sharded over fsdp and tensor,
+def smallest_that_fits(search: Search, fixed: Iterable[str], say: Callable[[str], None]) -> Larger | None:
+    """Returns the smallest topology larger than that of `search` on which the model fits, sharded over fsdp and tensor,
     with remat_policy=full and the fewest rows; None if none of the next five does.
 
     Args:
-      config: from `config.load`, not resolved.
+      search: one in which nothing fits.
       fixed: the keys that the command gives. Those of the mesh do not count.
-      journal, compile_words: see `search.plan`.
-      starts: called with the topology and the settings before each compilation.
+      say: takes a line before each compilation.
     """
     mesh = {*ICI.values(), *DCN.values()}
     varied = {keys[axis] for keys in (ICI, DCN) for axis in _AXES}
     others = dict.fromkeys(mesh - varied, 1)
-    for topology, slices in _larger(config):
-        values = (
-            dict(config.items()) | others | {"compile_topology": topology.name, "compile_topology_num_slices": slices}
-        )
-        larger = Config(values | dict.fromkeys(varied, 1))
-        kept = [key for key in fixed if key not in mesh]
-        space = default_space(larger, topology.devices, slices, [*kept, *others], {"remat_policy": ["full"]})
-        search = Search(larger, space, devices_of(topology, slices), journal, compile_words, limit=_COMPILES)
-        search.fewest_rows_first()
-        search.run(lambda candidate, number: None, functools.partial(_starts, starts, topology.name))
-        if search.best:
-            return Larger(topology.name, slices, search.best)
+    kept = [key for key in fixed if key not in (*mesh, "remat_policy")]
+    for topology, slices in _larger(search.config):
+        there = {"compile_topology": topology.name, "compile_topology_num_slices": slices}
+        config = Config({**search.config, **others, **dict.fromkeys(varied, 1), **there})
+        space = default_space(config, topology.devices, slices, [*kept, *others], {"remat_policy": ["full"]})
+        devices = devices_of(topology, slices)
+        larger = Search(config, space, devices, search.journal, search.compiler, limit=_COMPILES, chip=search.chip)
+        larger.fewest_rows_first()
+        larger.run(functools.partial(_starts, say, topology.name))
+        if larger.best:
+            return Larger(topology.name, slices, larger.best)
     return None
 
 
-def _starts(starts: Callable[[str, Changes], None], name: str, changes: Changes, number: int) -> None:
-    starts(name, changes)
+def _starts(say: Callable[[str], None], name: str, changes: Changes) -> None:
+    say(f"nothing fits; compiling for {name}: {settings_text(changes)}")
 
 
 def _larger(config: Config) -> Iterator[tuple[Topology, int]]:

@@ -8,15 +8,17 @@ from typing import Any
 import jax
 
 from trainer.aot.chips import Chip, chip_of
+from trainer.aot.topologies import devices_of, topology_of
 from trainer.config.check import contradictions
 from trainer.config.errors import UserError, report
 from trainer.config.keys import Config, Values
+from trainer.config.paths import local_path
 from trainer.config.resolve import resolved
 from trainer.planning.bounds import Bounds
 from trainer.planning.candidate import FAILED, FITS, TOO_LARGE, Candidate
-from trainer.planning.compilation import words_of
+from trainer.planning.compilation import Compiler, words_of
 from trainer.planning.guess import Guess, Guesses
-from trainer.planning.journal import Journal, program_key
+from trainer.planning.journal import JOURNAL, Journal, program_key
 from trainer.planning.space import ROWS, SHARDING, Changes, Dimension, Space
 from trainer.sharding import hardware, make_mesh
 
@@ -69,20 +71,20 @@ class Search:
         space: Space,
         devices: Sequence[jax.Device],
         journal: Journal,
-        compile_words: Compile,
+        compiler: Compile,
         *,
         objective: str = TOKENS,
         limit: int = 24,
         chip: Chip | None = None,
     ):
-        """See `plan`. `compile_words`: compiles the command line that it is given, see `compilation.Compiler`."""
+        """See `plan`. `chip`: the figures of the devices; None: by their kind."""
         chip = chip or chip_of(devices[0].device_kind)
         if chip is None:
             raise UserError(
                 f"compile_topology={config.compile_topology}: no table of its memory and speed; give TPUs or GPUs"
             )
         self.config, self.devices, self.chip, self.objective, self.limit = config, devices, chip, objective, limit
-        self.journal, self._compile = journal, compile_words
+        self.journal, self.compiler = journal, compiler
         self._given = dict(config.items())
         self.candidates: list[Candidate] = []
         self.refusals: dict[str, int] = {}  # why points were refused, with their number
@@ -106,12 +108,16 @@ class Search:
         speed = candidate.tokens_per_second
         return (speed,) if self.objective == TOKENS else (candidate.tokens, speed)
 
-    def run(self, say: Callable[[Candidate, int], None], starts: Callable[[Changes, int], None]) -> None:
+    def run(
+        self,
+        starts: Callable[[Changes], object] = lambda changes: None,
+        ends: Callable[[Candidate], object] = lambda candidate: None,
+    ) -> None:
         """Compiles until nothing better can exist, or the limit is reached.
 
         Args:
-          say: called with each candidate and the number of compilations so far.
           starts: called before each compilation.
+          ends: called with each result, also with those from the journal.
 
         Raises:
           UserError: every point is refused; the message has the most frequent reason.
@@ -130,15 +136,15 @@ class Search:
             self._programs.add(key)
             row = self.journal.rows.get(key)
             if row is None:
-                starts(changes, self.counts.compiled)
-                row = {"key": key, "changes": dict(changes), **self._compile(words_of(self.config, changes))}
+                starts(changes)
+                row = {"key": key, "changes": dict(changes), **self.compiler(words_of(self.config, changes))}
                 self.journal.add(row)
                 self.counts.compiled += 1
             else:
                 self.counts.known += 1
             self._take(family, index, Candidate(dict(changes), row["outcome"], self.tokens(changes), row))
             self._rank()
-            say(self.candidates[-1], self.counts.compiled)
+            ends(self.candidates[-1])
         if self.refusals and self.counts.refused == self.counts.points:
             reason = max(self.refusals, key=lambda text: self.refusals[text])
             share = f"{self.refusals[reason]:,} of {self.counts.points:,} points"
@@ -285,29 +291,22 @@ class Search:
             self._exclude(family, index)
 
 
-def plan(
-    config: Config,
-    space: Space,
-    devices: Sequence[jax.Device],
-    journal: Journal,
-    compile_words: Compile,
-    **options: Any,
-) -> list[Candidate]:
+def plan(config: Config, space: Space, journal: Journal | None = None, **options: Any) -> list[Candidate]:
     """Returns the compiled points of a space, the best first; points that do not fit come last.
 
     Args:
-      config: from `config.load`, not resolved.
+      config: from `config.load`, not resolved, with compile_topology.
       space: see `space.default_space`.
-      devices: the devices of compile_topology, see `aot.topologies.devices_of`.
-      journal: earlier results, to which new ones are added.
-      compile_words: usually a `compilation.Compiler`.
+      journal: earlier results, to which new ones are added. None: base_output_directory/plan.jsonl.
       options: `objective` and `limit` of `Search`.
 
     Raises:
       UserError: every point is refused, or the journal cannot be written.
     """
-    search = Search(config, space, devices, journal, compile_words, **options)
-    search.run(lambda candidate, number: None, lambda changes, number: None)
+    journal = journal or Journal(local_path(f"{config.base_output_directory}/{JOURNAL}", "base_output_directory="))
+    devices = devices_of(topology_of(config), config.compile_topology_num_slices)
+    search = Search(config, space, devices, journal, Compiler(), **options)
+    search.run()
     return ranked(search)
 
 

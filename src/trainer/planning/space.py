@@ -176,6 +176,7 @@ def _rows(
         sizes = [*(1 / n for n in reversed(divisors(devices)) if n > 1), *_ROWS]
     if not tokens:
         return tuple({rows: size} for size in sizes)
+    sizes = [size for size in sizes if round(size * devices)]
     if steps in fixed or steps in search:
         raise UserError(
             f"{steps} and global_batch_tokens={tokens}: give one of them; accumulation follows from the tokens"
@@ -186,7 +187,7 @@ def _rows(
         if count and not rest:
             found.append({rows: size, steps: count})
     if not found:
-        least = math.gcd(*(round(size * devices) for size in sizes)) * config.max_target_length
+        least = max(1, math.gcd(*(round(size * devices) for size in sizes))) * config.max_target_length
         nearest = max(1, round(tokens / least)) * least
         raise UserError(f"global_batch_tokens={tokens}: not a multiple of {least} tokens; nearest: {nearest}")
     return tuple(found)

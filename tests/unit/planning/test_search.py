@@ -12,8 +12,9 @@ from trainer.config.errors import UserError
 from trainer.config.load import load
 from trainer.config.schema import schema
 from trainer.config.values import read_text
+from trainer.planning import larger
 from trainer.planning import search as searching
-from trainer.planning.answer import answer_json, answer_text
+from trainer.planning.answer import answer_json, answer_text, larger_text
 from trainer.planning.bounds import Bound
 from trainer.planning.compilation import words_of
 from trainer.planning.journal import Journal
@@ -90,7 +91,7 @@ def small(config, rows=(1, 2, 4), policies=("none", "full"), tiles=(1, 2), meshe
 
 def searched(config, space, journal, compiler, **options):
     search = Search(config, space, jax.devices(), journal, compiler, chip=CHIPS["v5e"], **options)
-    search.run(lambda candidate, number: None, lambda changes, number: None)
+    search.run()
     return search
 
 
@@ -172,7 +173,7 @@ def test_an_interrupted_search_has_its_results(config, journal):
 
     search = Search(config, space, jax.devices(), journal, interrupted, chip=CHIPS["v5e"])
     with pytest.raises(KeyboardInterrupt):
-        search.run(lambda candidate, number: None, lambda changes, number: None)
+        search.run()
     assert len(search.candidates) == len(Journal(journal.path).rows) == 3
     searched(config, space, Journal(journal.path), compiler, limit=5)
     assert len(set(compiler.compiled)) == len(compiler.compiled) == 5
@@ -205,13 +206,14 @@ def test_lower_bounds_stand_apart(config, journal):
     assert " >" in text
 
 
-def test_from_python(config, journal):
-    found = plan(config, small(config), jax.devices(), journal, Formula(), limit=6, chip=CHIPS["v5e"])
+def test_from_python(journal, monkeypatch):
+    monkeypatch.setattr(searching, "Compiler", Formula)
+    config = load(arguments("nnx", compile_topology="cpu-8", **ON_DEVICES)).config
+    found = plan(config, small(config), journal, limit=6, chip=CHIPS["v5e"])
     fitting = [candidate.tokens_per_second for candidate in found if candidate.outcome == "fits"]
     assert fitting == sorted(fitting, reverse=True)
-    assert [candidate.outcome for candidate in found] == sorted(
-        (c.outcome for c in found), key=["fits", "does not fit"].index
-    )
+    outcomes = [candidate.outcome for candidate in found]
+    assert outcomes == sorted(outcomes, key=["fits", "does not fit"].index)
 
 
 def test_every_number_of_the_answer_is_in_the_journal(config, journal):
@@ -266,3 +268,41 @@ def test_nothing_fits(config, journal):
 def test_a_platform_without_a_table_is_refused(config, journal):
     with pytest.raises(UserError, match="no table of its memory and speed"):
         Search(config, small(config), jax.devices(), journal, Formula())
+
+
+def test_the_smallest_topology_that_fits(journal, monkeypatch):
+    monkeypatch.setattr(larger, "devices_of", lambda topology, slices: jax.devices()[: topology.devices])
+    config = load(arguments("nnx", compile_topology="h100-2", ici_fsdp_parallelism=2)).config
+    tried, compiler = [], Formula()
+
+    def eight(words):
+        values = values_of(words)
+        tried.append(values["compile_topology"])
+        row = compiler(words)
+        if values["compile_topology"] == "h100-8":
+            return row | {"outcome": "fits"}
+        return row | {"outcome": "does not fit", "report": row["report"] | {"peak_bytes": 2**60}}
+
+    search = Search(config, small(config, meshes=((1, 2),)), jax.devices()[:2], journal, eight, chip=CHIPS["v5e"])
+    search.run()
+    lines = []
+    found = larger.smallest_that_fits(search, ["ici_fsdp_parallelism", "remat_policy"], lines.append)
+    assert (found.topology, found.slices) == ("h100-8", 1)
+    assert found.candidate.changes["remat_policy"] == "full"
+    assert set(tried) == {"h100-2", "h100-4", "h100-8"}
+    assert all("compiling for h100-" in line for line in lines)
+    assert "compile_topology=h100-8, with" in larger_text(found)
+    assert "fits on none" in larger_text(None)
+
+
+@pytest.mark.parametrize(
+    ("name", "slices", "expected"),
+    [
+        ("v5e-64", 1, [("v5e-128", 1), ("v5e-256", 1)]),
+        ("h100-4", 1, [("h100-8", 1), ("h100-8", 2), ("h100-8", 4), ("h100-8", 8), ("h100-8", 16)]),
+        ("h100-8", 2, [("h100-8", 4), ("h100-8", 8), ("h100-8", 16), ("h100-8", 32), ("h100-8", 64)]),
+    ],
+)
+def test_the_next_larger_topologies(name, slices, expected):
+    config = load(arguments("nnx", compile_topology=name, compile_topology_num_slices=slices)).config
+    assert [(topology.name, count) for topology, count in larger._larger(config)] == expected
