@@ -1,29 +1,26 @@
 """Finds the best configuration of a space: excludes points by proved bounds, then compiles the most promising ones."""
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from trainer.aot.chips import Chip, chip_of
 from trainer.aot.topologies import devices_of, topology_of
-from trainer.config.check import contradictions
-from trainer.config.errors import UserError, report
-from trainer.config.keys import Config, Values
+from trainer.config.errors import UserError
+from trainer.config.keys import Config
 from trainer.config.paths import local_path
-from trainer.config.resolve import resolved
 from trainer.planning.bounds import Bounds
 from trainer.planning.candidate import FAILED, FITS, TOO_LARGE, Candidate
 from trainer.planning.compilation import Compiler, words_of
-from trainer.planning.guess import Guess, Guesses
+from trainer.planning.families import BATCH_ROWS, STEPS, Checks, Family, a_mistake, families
+from trainer.planning.guess import Guesses
 from trainer.planning.journal import JOURNAL, Journal, program_key
-from trainer.planning.space import ROWS, SHARDING, Changes, Dimension, Space
-from trainer.sharding import hardware, make_mesh
+from trainer.planning.space import Changes, Space
 
 TOKENS, BATCH = "tokens", "batch"  # objectives
-_ROWS, _STEPS = "per_device_batch_size", "gradient_accumulation_steps"
 Compile = Callable[[Sequence[str]], Mapping[str, Any]]
 
 
@@ -44,22 +41,6 @@ class Counts:
     def left(self) -> int:
         """The number of points that were not reached."""
         return self.points - self.refused - self.same - self.too_large - self.worse - self.compiled - self.known
-
-
-@dataclass
-class _Family:
-    """Points that differ only in their rows, fewest rows first."""
-
-    points: list[Changes]
-    guesses: list[Guess]  # of the points, not corrected
-    beyond: int  # the smallest index that is known not to fit
-    fits: int = -1  # the largest index that is known to fit
-    done: set[int] = field(default_factory=set)  # the indices that are decided
-
-    @property
-    def open(self) -> list[int]:
-        """The indices that are not decided."""
-        return [i for i in range(self.beyond) if i not in self.done]
 
 
 class Search:
@@ -85,14 +66,14 @@ class Search:
             )
         self.config, self.devices, self.chip, self.objective, self.limit = config, devices, chip, objective, limit
         self.journal, self.compiler = journal, compiler
-        self._given = dict(config.items())
         self.candidates: list[Candidate] = []
         self.refusals: dict[str, int] = {}  # why points were refused, with their number
         self.counts = Counts(points=space.size)
-        self._bounds, self._hardware = Bounds(devices), hardware(devices)
+        self._bounds = Bounds(devices)
         self._guesses = Guesses(config, chip, len(devices))
         self._programs: set[str] = set()
-        self._families = [*self._allowed(space)]
+        self._checks = Checks(config, devices)
+        self._families = [*families(space, self._checks, self._guesses, self._refuse)]
         self._heap: list[tuple[tuple[float, ...], int, int]] = []  # (score, family, index), the most promising first
 
     @property
@@ -159,7 +140,7 @@ class Search:
 
     def tokens(self, changes: Changes) -> int:
         """Returns the tokens of an update over all devices."""
-        rows, steps, length = (self._value(changes, key) for key in (_ROWS, _STEPS, "max_target_length"))
+        rows, steps, length = (self._checks.value(changes, key) for key in (BATCH_ROWS, STEPS, "max_target_length"))
         return round(rows * len(self.devices)) * steps * length
 
     def _rank(self) -> None:
@@ -186,78 +167,18 @@ class Search:
         merit = (-speed,) if self.objective == TOKENS else (-tokens, -speed)
         heapq.heappush(self._heap, ((float(guess.memory > self.chip.usable), *merit), number, index))
 
-    def _allowed(self, space: Space) -> Iterator[_Family]:
-        """Yields the families of a space without the points whose mesh or rows `trainer.train` refuses.
-
-        A pair of mesh and rows is left out if it is refused for the same reason with the first and with the last choice
-        of every other dimension. Other refusals are found point by point.
-        """
-        meshes, rows = (next(d for d in space.dimensions if d.name == name) for name in (SHARDING, ROWS))
-        others = Space(tuple(d for d in space.dimensions if d.name not in (SHARDING, ROWS)))
-        ends = [Space(tuple(Dimension(d.name, d.choices[i:][:1]) for d in others.dimensions)) for i in (0, -1)]
-        probes = [next(end.points()) for end in ends]
-        for mesh in meshes.choices:
-            if reason := self._network_refuses(mesh):
-                self._refuse(reason, len(rows.choices) * others.size)
-                continue
-            allowed: list[Changes] = []
-            for choice in rows.choices:
-                refused = self._refusal({**mesh, **choice, **probes[0]})
-                if refused and refused == self._refusal({**mesh, **choice, **probes[1]}):
-                    self._refuse(refused, others.size)
-                else:
-                    allowed.append(choice)
-            for other in others.points():
-                for accumulates in (False, True):  # accumulated gradients take memory, so fewer rows may take more
-                    points: list[Changes] = [{**mesh, **choice, **other} for choice in allowed]
-                    points = [point for point in points if (self._value(point, _STEPS) > 1) == accumulates]
-                    points.sort(key=lambda point: self._value(point, _ROWS))
-                    if points:
-                        yield _Family(points, [self._guesses.of(point) for point in points], len(points))
-
-    def _value(self, changes: Changes, key: str) -> Any:
-        return changes[key] if key in changes else self._given[key]
-
-    def _network_refuses(self, mesh: Changes) -> str:
-        """Returns why the network of the devices cannot form a mesh; "" if it can."""
-        try:
-            make_mesh(Values({**self._given, **mesh}), self.devices)
-        except UserError as error:
-            return str(error).partition(":")[0]
-        return ""
-
-    def _refusal(self, changes: Changes) -> str:
-        """Returns why `trainer.train` refuses a point; "" if it does not."""
-        try:
-            self._checked(changes)
-        except UserError as error:
-            return _reason(error)
-        return ""
-
-    def key(self, changes: Changes) -> str:
-        """Returns the key of a point's program. Raises UserError if `trainer.train` refuses the point."""
-        config = Config(self._checked(changes))
-        self._bounds.of(config)
-        return program_key(config)
-
-    def _checked(self, changes: Changes) -> Values:
-        values = Values({**self._given, **changes})
-        if mistakes := contradictions(values, dict.fromkeys(values, "plan"), set()):
-            raise report(mistakes)
-        return resolved(values, **self._hardware)
-
     def _refuse(self, reason: str, points: int = 1) -> None:
         self.refusals[reason] = self.refusals.get(reason, 0) + points
         self.counts.refused += points
 
-    def _worth(self, family: _Family, index: int) -> str | None:
+    def _worth(self, family: Family, index: int) -> str | None:
         """Returns the key of a point's program; None if the point is refused, or excluded by a bound."""
         changes = family.points[index]
         try:
-            config = Config(self._checked(changes))
+            config = Config(self._checks.resolved(changes))
             bound = self._bounds.of(config)
         except UserError as error:
-            self._refuse(_reason(error))
+            self._refuse(a_mistake(error))
             return None
         if bound.memory > self.chip.usable:
             self._exclude(family, index)
@@ -273,12 +194,12 @@ class Search:
             return None
         return program_key(config)
 
-    def _exclude(self, family: _Family, index: int) -> None:
+    def _exclude(self, family: Family, index: int) -> None:
         """Decides that the points with more rows than the point `index` do not fit."""
         self.counts.too_large += sum(i > index for i in family.open)
         family.beyond = min(family.beyond, index)
 
-    def _take(self, family: _Family, index: int, candidate: Candidate) -> None:
+    def _take(self, family: Family, index: int, candidate: Candidate) -> None:
         self.candidates.append(candidate)
         if candidate.outcome == FAILED:
             self.counts.failed += 1
@@ -317,7 +238,3 @@ def ranked(search: Search) -> list[Candidate]:
         search.candidates,
         key=lambda found: (order[found.outcome], found.lower_bound, *(-value for value in search.merit(found))),
     )
-
-
-def _reason(error: UserError) -> str:
-    return str(error).splitlines()[-1].strip()

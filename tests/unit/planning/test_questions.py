@@ -137,6 +137,8 @@ def asks(seed, folder, monkeypatch):
     words = [f"{key}={draw.choice(VALUES[key])}" for key in keys[:1]]
     searched = {*keys[1:], *(key for key in NARROW if key not in keys)}
     words += [f"search.{key}={','.join(draw.sample(VALUES[key], min(2, len(VALUES[key]))))}" for key in searched]
+    one = (f"ici_{axis}_parallelism" for axis in ("pipeline", "context"))
+    words += [f"{key}=1" for key in one if key not in keys]
     words += [f"objective={draw.choice(['tokens', 'batch'])}", f"compiles={draw.choice([1, 3, 9])}"]
     words += [f"global_batch_tokens={draw.choice([64, 96, 100])}"] if draw.random() < 0.3 else []
     asked = read_words([*(word for word in arguments("nnx") if word.partition("=")[0] not in VALUES), *words])
