@@ -204,9 +204,10 @@ def _options(topology: str) -> dict[str, Any] | None:
 
 def violations(record: dict[str, Any]) -> list[str]:
     """Returns what is wrong with the record of a point."""
+    if "error" in record:
+        return [record["error"]]
     if "bound" not in record:
-        refused = {name for name in ("bound_refused", "refused") if name in record}
-        return ["only one refuses it"] if len(refused) == 1 and "bound_refused" in refused else []
+        return ["refused by the bounds only"] if "bound_refused" in record and "refused" not in record else []
     return [
         f"{name}: bound {bound:.6g} > {record['compiled'][name]:.6g}"
         for name, bound in record["bound"].items()
