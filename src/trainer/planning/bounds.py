@@ -123,9 +123,8 @@ class Bounds:
     a configuration that differs only in rows, microbatches or vocabulary tiles takes the time of `config.resolve`.
     """
 
-    def __init__(self, devices: Sequence[jax.Device], slices: int = 1, chip: Chip | None = None):
-        """`slices`: the number of slices of `devices`. `chip`: for `seconds`; None: that of the devices, if known."""
-        assert len(devices) % slices == 0
+    def __init__(self, devices: Sequence[jax.Device], chip: Chip | None = None):
+        """`chip`: for `seconds`; None: that of the devices, if known."""
         self._devices = list(devices)
         self._chip = chip or chip_of(devices[0].device_kind)
         self._states: dict[Any, _State] = {}
