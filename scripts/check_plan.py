@@ -22,7 +22,7 @@ from trainer.config.errors import UserError
 from trainer.config.keys import Config
 from trainer.config.load import load
 from trainer.planning.candidate import FITS, Candidate, kept
-from trainer.planning.compilation import Compiler, words_of
+from trainer.planning.compilation import Compiler
 from trainer.planning.journal import Journal
 from trainer.planning.search import Search
 from trainer.planning.space import default_space
@@ -145,7 +145,7 @@ def _row(
     except UserError:
         return "", tokens, {}
     if key not in journal.rows:
-        journal.add({"key": key, "changes": dict(point), **_compile_here(words_of(config, point))})
+        journal.add({"key": key, "changes": dict(point), **_compile_here(Config({**config, **point}))})
     return journal.rows[key]["outcome"], tokens, journal.rows[key]
 
 
@@ -154,23 +154,22 @@ def _other_memory(config: Config, search: Search) -> list[str]:
     rows = [found for found in search.candidates if found.memory]
     wrong = []
     for found in random.Random(0).sample(rows, min(MEMORY_CHECKED, len(rows))):
-        words = words_of(config, found.changes)
-        here, there = (row["report"].get("peak_bytes") for row in (_compile_here(words, {}), Compiler()(words)))
+        point = Config({**config, **found.changes})
+        here, there = (row["report"].get("peak_bytes") for row in (_compile_here(point, {}), Compiler()(point)))
         if here != there:
             wrong.append(f"{here} bytes, train_compile {there}: {found.changes}")
     return wrong
 
 
-def _compile_here(words: Sequence[str], options: Mapping[str, Any] = QUICKLY) -> dict[str, Any]:
+def _compile_here(config: Config, options: Mapping[str, Any] = QUICKLY) -> dict[str, Any]:
     """Compiles in this process, which takes less time than `Compiler`."""
-    began = time.monotonic()
+    began, row = time.monotonic(), {"memory": 0, "again": False}
     try:
-        report = compile_for_topology(load(["base.yml", *words]).config, options).report
+        report = compile_for_topology(config, options).report
     except UserError as error:
-        return {"wall_seconds": 0.0, "memory": 0, "outcome": "failed", "reason": str(error), "report": {}}
-    outcome = FITS if report.fits else "does not fit"
-    seconds = round(time.monotonic() - began, 1)
-    return {"wall_seconds": seconds, "memory": 0, "outcome": outcome, "reason": "", "report": kept(report.as_dict())}
+        return row | {"wall_seconds": 0.0, "outcome": "failed", "reason": str(error), "report": {}}
+    row |= {"wall_seconds": round(time.monotonic() - began, 1), "reason": "", "report": kept(report.as_dict())}
+    return row | {"outcome": FITS if report.fits else "does not fit"}
 
 
 def _print(candidate: Candidate) -> None:

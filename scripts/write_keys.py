@@ -15,6 +15,8 @@ from typing import Any
 
 import ml_collections
 
+class Values(Config): ...
+
 class Config(Mapping[str, Any]):
     def __init__(self, values: Mapping[str, Any]) -> None: ...
     def __getitem__(self, name: str) -> Any: ...
@@ -25,12 +27,11 @@ class Config(Mapping[str, Any]):
     def to_dict(self) -> dict[str, Any]: ...
     def as_configdict(self) -> ml_collections.ConfigDict: ...
 """
-_TAIL = "\nclass Values(Config): ...\n"
 
 
 def stub(schema: Schema) -> str:
     """Returns the content of the file."""
-    return _HEAD + "".join(f"    {key.name}: {_type(key)}\n" for key in sorted(schema.keys.values(), key=_name)) + _TAIL
+    return _HEAD + "".join(f"    {key.name}: {_type(key)}\n" for key in sorted(schema.keys.values(), key=_name))
 
 
 def _name(key: Key) -> str:

@@ -1,11 +1,14 @@
 """`python -m trainer.plan base.yml model_name=NAME compile_topology=v5e-16 [search.KEY=a,b] [key=value ...]`: finds the
 mesh, batch and rematerialization that fit the devices and are fastest, by the compiler for these devices."""
 
+import contextlib
 import gc
+import itertools
 import json
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from trainer.config.dump import to_flow
@@ -20,12 +23,20 @@ from trainer.config.errors import (
 from trainer.config.help import prints_usage
 from trainer.config.load import Loaded, begin
 from trainer.config.paths import local_path
+from trainer.config.resolve import frozen
 from trainer.config.schema import Key, plain_name, schema
 from trainer.config.values import check, read_text
 from trainer.runtime.platforms import prepare_to_compile
 
 _SEARCH = "search."
 _OBJECTIVES = ("tokens", "batch")
+DOES_NOT_FIT = 3  # the exit code of trainer.train_compile, too
+# Keys that a space cannot vary: they select the devices, the model's other keys, or nothing of the step.
+_NOT_SEARCHED = (
+    *("compile_topology", "compile_topology_num_slices", "model_name", "load_parameters_path", "load_full_state_path"),
+    *("global_parameter_scale", "run_name", "base_output_directory", "hardware"),
+    "logical_axis_rules",  # a command's rules are merged with the defaults
+)
 
 
 class Words(NamedTuple):
@@ -50,14 +61,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     begun = begin(words.config, os.environ)
     prepare_to_compile(begun.config.compile_topology)
     # The command line has been checked by itself. The following code loads JAX.
-    from trainer.aot.report import DOES_NOT_FIT
-    from trainer.planning.answer import answer_json, answer_text, larger_text, run
-    from trainer.planning.candidate import FITS
+    from trainer.planning.answer import answer_json, answer_text, larger_text
+    from trainer.planning.candidate import FAILED, FITS
     from trainer.planning.larger import smallest_that_fits
+    from trainer.planning.progress import run_and_tell
     from trainer.weights.model_of_command import with_model
 
     loaded = with_model(begun)
-    space, search = _question(words, loaded)
     out = sys.stderr if words.json else sys.stdout
 
     def say(line: str) -> None:
@@ -65,26 +75,42 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     for line in (*loaded.notes, *(f"warning: {warning}" for warning in loaded.warnings)):
         say(line)
-    say(f"{space.size:,} points; at most {words.compiles} are compiled; results are kept in {search.journal.path}")
+    space, search = _question(words, loaded, say)
+    larger: list[Any] = []
 
     def close() -> None:
         search.compiler.end()
-        if search.candidates:
-            say(answer_text(search, space, words.config))
+        say(answer_text(search, space, words.config))
+        for found in larger:
+            say(larger_text(found))
+        if words.json:
+            print(json.dumps(answer_json(search, space, words.config, *larger), indent=1), flush=True)
 
-    with closed_at_interrupt(close):  # Ctrl-C prints the best so far; the same command continues
-        run(search, say)
-    fits = any(candidate.outcome == FITS for candidate in search.candidates)
-    larger = None if fits else smallest_that_fits(search, loaded.changed, say)
-    if not fits:
-        say(larger_text(larger))
-    if words.json:
-        print(json.dumps(answer_json(search, space, words.config, larger), indent=1))
-    if not fits:
+    with closed_at_interrupt(close), ended_by_signals():  # Ctrl-C prints the best so far; the same command continues
+        run_and_tell(search, say)
+        outcomes = {candidate.outcome for candidate in search.candidates}
+        if FITS not in outcomes and outcomes != {FAILED}:
+            larger.append(smallest_that_fits(search, loaded.changed, say))
+    if FITS not in outcomes:
         raise SystemExit(DOES_NOT_FIT)
 
 
-def _question(words: Words, loaded: Loaded) -> tuple[Any, Any]:
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Within it, SIGTERM and SIGHUP raise SystemExit, so that a compilation in another process is ended, too."""
+
+    def end(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _question(words: Words, loaded: Loaded, say: Callable[[str], None]) -> tuple[Any, Any]:
     """Returns the space of a question, and its search."""
     from trainer.aot.topologies import devices_of, topology_of
     from trainer.planning.compilation import Compiler
@@ -99,7 +125,12 @@ def _question(words: Words, loaded: Loaded) -> tuple[Any, Any]:
         given = f"{key}={shortened(to_flow(config[key]))} ({loaded.changed[key]})"
         raise UserError(f"search.{key} and {given}: give one of them")
     space = default_space(config, topology.devices, slices, loaded.changed, words.search, words.global_batch_tokens)
-    journal = Journal(local_path(words.journal or f"{config.base_output_directory}/{JOURNAL}", "journal="))
+    if words.journal:
+        path = local_path(words.journal, "journal=")
+    else:
+        path = local_path(config.base_output_directory, "base_output_directory=") / JOURNAL
+    journal = Journal(path)
+    say(f"{space.size:,} points; at most {words.compiles} are compiled; results are kept in {path}")
     devices = devices_of(topology, slices)
     return space, Search(config, space, devices, journal, Compiler(), objective=words.objective, limit=words.compiles)
 
@@ -131,7 +162,7 @@ def read_words(given: Sequence[str]) -> Words:
 
 
 def _count(name: str, text: str) -> int:
-    if not text.isascii() or not text.isdecimal() or int(text) > 2**31:
+    if not text.isascii() or not text.isdecimal() or len(text) > 10 or int(text) > 2**31:
         raise UserError(f"{name}={shortened(text)}: not a whole number from 0 to {2**31}")
     return int(text)
 
@@ -141,21 +172,34 @@ def _values(word: str, name: str, text: str) -> list[Any]:
     key: Key | None = schema().keys.get(name)
     if key is None:
         raise UserError(f"{shortened(word)}: there is no key {shortened(name)}{nearest(name, schema().keys)}")
-    parts = text.removesuffix("]").split("],") if key.kind is list else text.split(",")
+    if name in _NOT_SEARCHED or key.kind is dict:
+        raise UserError(f"{shortened(word)}: a plan does not choose this key; give {name}=VALUE")
+    parts = _parts(key, text)
     if not text or not all(parts):
         raise UserError(f"{shortened(word)}: give the values to choose from, as in search.{name}=A,B")
     values = []
     for part in parts:
-        whole = f"{part.removesuffix(']')}]" if key.kind is list else part
         try:
-            value = read_text(key, whole)
+            value = frozen(read_text(key, part))
         except ValueError as error:
-            raise UserError(f"search.{name}: {shortened(whole)}: {error}; allowed: {key.allowed}") from None
+            raise UserError(f"search.{name}: {shortened(part)}: {error}; allowed: {key.allowed}") from None
         if problem := check(key, value):
-            raise UserError(f"search.{name}: {shortened(whole)}: {problem}; allowed: {key.allowed}")
+            raise UserError(f"search.{name}: {shortened(part)}: {problem}; allowed: {key.allowed}")
         if value not in values:
             values.append(value)
     return values
+
+
+def _parts(key: Key, text: str) -> list[str]:
+    """Returns the values in A,B. Those of a list key are lists: [a,b],[c]."""
+    if key.kind is not list:
+        return text.split(",")
+    ends, depth = [-1], 0
+    for place, letter in enumerate(f"{text},"):
+        depth += {"[": 1, "]": -1}.get(letter, 0)
+        if letter == "," and depth == 0:
+            ends.append(place)
+    return [text[begin + 1 : end] for begin, end in itertools.pairwise(ends)]
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def origin_of(config: Config, devices: Sequence[jax.Device], args: Any) -> Origi
             "extent": _extent(devices),
         }
         | ({"machine": _machine()} if first.platform == "cpu" else {}),
-        "versions": {**installed(), **compiler} | {"source of trainer": source_of_step()} | source_of_block(config),
+        "versions": {**installed(), **compiler} | {"source of trainer": _source()} | source_of_block(config),
         "settings": {name: str(getattr(jax.config, name)) for name in _SETTINGS},
         "arguments": {
             jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)} {leaf.sharding.spec}" for path, leaf in leaves
@@ -206,6 +206,6 @@ def _source_of_module(module: str) -> str:
     return sources.digest(root, [module], lambda top: not installed or top == module.partition(".")[0])
 
 
-def source_of_step() -> str:
+def _source() -> str:
     """Returns a digest of the code that builds the step."""
     return sources.digest(Path(trainer.__file__).parents[1], [_BUILDER], lambda top: top == trainer.__name__)

@@ -4,6 +4,8 @@ from typing import Any
 
 import ml_collections
 
+class Values(Config): ...
+
 class Config(Mapping[str, Any]):
     def __init__(self, values: Mapping[str, Any]) -> None: ...
     def __getitem__(self, name: str) -> Any: ...
@@ -415,5 +417,3 @@ class Config(Mapping[str, Any]):
     wsd_decay_steps_fraction: float
     wsd_decay_style: str
     z_loss_multiplier: float
-
-class Values(Config): ...

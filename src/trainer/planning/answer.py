@@ -3,19 +3,23 @@
 Every figure is in a row of the journal, or is a ratio of two such figures.
 """
 
+import os
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from trainer.aot.text import gib
+from trainer.config.capabilities.chat_keys import METHODS
 from trainer.config.capabilities.compile_keys import ROWS as COMPILE_ROWS
 from trainer.config.dump import as_words
+from trainer.config.environment import PREFIX
+from trainer.config.schema import plain_name
 from trainer.config.words import counted
 from trainer.observe.text import short_time, si
 from trainer.planning.candidate import FAILED, FITS, TOO_LARGE, Candidate
 from trainer.planning.larger import Larger
-from trainer.planning.search import Search, ranked
-from trainer.planning.settings import settings_text
+from trainer.planning.search import BATCH, Search, ranked
+from trainer.planning.settings import AS_GIVEN, settings_text
 from trainer.planning.space import OFFLOAD, REMAT, SHARDING, TILES, Changes, Space
 
 SHOWN = 10  # rows of the table
@@ -52,18 +56,25 @@ def answer_json(search: Search, space: Space, words: Sequence[str], larger: Larg
         "best": _plain(best) if best else None,
         "candidates": [_plain(found) for found in ranked(search)],
         "counts": vars(search.counts) | {"left": search.counts.left},
-        "lost": dict(losers(search, space)),
+        "lost": [{"settings": settings, "reason": reason} for settings, reason in losers(search, space)],
         "refused": search.refusals,
         "larger": larger and {"topology": larger.topology, "slices": larger.slices, **_plain(larger.candidate)},
     }
 
 
 def command(search: Search, words: Sequence[str], changes: Changes) -> list[str]:
-    """Returns the command that trains with `changes`: `words` without the keys of compilation, then what differs."""
-    kept = [word for word in words if word.partition("=")[0] not in (*_COMPILE_KEYS, *changes)]
-    dropped = {word.partition("=")[0] for word in words} - {word.partition("=")[0] for word in kept}
+    """Returns the command that trains with `changes`: `words` without the keys of compilation, then what differs.
+
+    It unsets variables M_KEY of keys that it gives, because `trainer.train` refuses a key with two values.
+    """
+    names = {word: plain_name(word.partition("=")[0]) for word in words}
+    kept = [word for word in words if names[word] not in (*_COMPILE_KEYS, *changes)]
+    dropped = set(names.values()) - {names[word] for word in kept}
     differs = {key: value for key, value in changes.items() if key in dropped or value != search.config[key]}
-    return ["python", "-m", "trainer.train", *map(shlex.quote, (*kept, *as_words(differs)))]
+    variables = [f"{PREFIX}{key.upper()}" for key in differs if f"{PREFIX}{key.upper()}" in os.environ]
+    program = next((METHODS[key][0] for key in METHODS if search.config[key]), "trainer.train")
+    unset = ["env", *(word for name in variables for word in ("-u", name))] if variables else []
+    return [*unset, "python", "-m", program, *map(shlex.quote, (*kept, *as_words(differs)))]
 
 
 def _plain(found: Candidate) -> dict[str, Any]:
@@ -113,22 +124,25 @@ def _table(search: Search) -> Iterator[str]:
 
 
 def larger_text(found: Larger | None) -> str:
-    """Returns a line about the smallest topology on which the model fits."""
+    """Returns a line about the topology that `smallest_that_fits` returned."""
     if found is None:
-        return "it fits on none of the next larger topologies that were tried either"
+        return "of the next larger topologies of this kind, the model fits on none that was tried"
     slices = f" compile_topology_num_slices={found.slices}" if found.slices > 1 else ""
     settings = settings_text(found.candidate.changes)
-    return f"the smallest topology that fits: compile_topology={found.topology}{slices}, with {settings}"
+    return f"the next larger topology on which it fits: compile_topology={found.topology}{slices}, with {settings}"
 
 
 def _nothing_fits(search: Search) -> Iterator[str]:
     too_large = [found for found in search.candidates if found.outcome == TOO_LARGE]
-    if not too_large:
-        yield "nothing fits: a bound on memory excludes every point"
-        return
-    least = min(too_large, key=lambda found: found.excess)
-    yield f"nothing that was compiled fits; the smallest excess is {gib(least.excess)} on each device:"
-    yield line_of(least)
+    if too_large:
+        least = min(too_large, key=lambda found: found.excess)
+        yield f"nothing that was compiled fits; the smallest excess is {gib(least.excess)} on each device:"
+        yield line_of(least)
+    elif search.least_excess:
+        yield f"nothing fits: every point needs at least {gib(search.least_excess)} more than a device has, by a bound"
+    if search.counts.left:
+        again = f"compiles={2 * search.limit} continues"
+        yield f"  {search.counts.left:,} points were not reached, and one of them may fit; {again}"
 
 
 def _command(search: Search, words: Sequence[str]) -> Iterator[str]:
@@ -138,12 +152,9 @@ def _command(search: Search, words: Sequence[str]) -> Iterator[str]:
 
 
 def _lost(search: Search, space: Space) -> Iterator[str]:
-    lines = dict(losers(search, space))
+    lines = [f"  {settings}: {reason}" for settings, reason in losers(search, space)]
     if lines:
-        yield ""
-        yield "why others lost:"
-    for name, reason in lines.items():
-        yield f"  {name}: {reason}"
+        yield from ("", "why others lost:", *lines)
 
 
 def losers(search: Search, space: Space) -> Iterator[tuple[str, str]]:
@@ -160,7 +171,8 @@ def losers(search: Search, space: Space) -> Iterator[tuple[str, str]]:
                 continue
             found = [other for other in search.candidates if _has(other.changes, choice, dimension.choices)]
             if found:
-                yield settings_text(choice) if choice else f"no {dimension.name}", _reason(search, found, best)
+                shown = settings_text(choice)
+                yield f"no {dimension.name}" if shown == AS_GIVEN else shown, _reason(search, found, best)
 
 
 def _has(changes: Changes, choice: Changes, choices: Sequence[Changes]) -> bool:
@@ -176,33 +188,14 @@ def _reason(search: Search, found: Sequence[Candidate], best: Candidate) -> str:
         if too_large:
             least = min(too_large, key=lambda other: other.excess)
             return f"does not fit: {gib(least.excess)} too much with {settings_text(least.changes)}"
-        return "only lower bounds" if found[0].outcome == FITS else f"failed: {found[0].row['reason']}"
+        if all(other.outcome == FAILED for other in found):
+            return f"failed: {found[0].row['reason']}"
+        return "only lower bounds" if any(other.lower_bound for other in found) else "no estimate of the time"
     other = max(fitting, key=search.merit)
+    if search.objective == BATCH and other.tokens < best.tokens:
+        return f"at most {other.tokens:,} tokens per update, instead of {best.tokens:,}"
     slower = best.tokens_per_second / other.tokens_per_second
-    ratios = {part: _ratio(value, best.per_token[part]) for part, value in other.per_token.items()}
-    part, most = max(ratios.items(), key=lambda item: item[1])
+    parts = {part: value / best.per_token[part] for part, value in other.per_token.items() if best.per_token[part]}
+    part, most = max(parts.items(), key=lambda item: item[1], default=("", 1.0))
     why = f", {most:.3g} times the {part}" if most > 1.02 else ""
-    if slower >= 1.0005:
-        return f"{slower:.3f} times the time per token{why}"
-    return f"{other.tokens:,} tokens per update instead of {best.tokens:,}{why}"
-
-
-def _ratio(value: float, best: float) -> float:
-    return value / best if best else float("inf") if value else 1.0
-
-
-def run(search: Search, say: Callable[[str], None]) -> None:
-    """Runs a search. Says what is compiled, how long the rest takes at most, and each result."""
-    seconds: list[float] = []
-
-    def starts(changes: Changes) -> None:
-        done = search.counts.compiled + search.counts.known
-        minutes = max(1, round((search.limit - done) * sum(seconds) / len(seconds) / 60)) if seconds else 0
-        left = f", at most {minutes} min left" if seconds else ""
-        say(f"compiling {done + 1} of at most {search.limit}{left}: {settings_text(changes)}")
-
-    def ends(candidate: Candidate) -> None:
-        seconds.append(candidate.row["wall_seconds"])
-        say(line_of(candidate) + ("  <- best so far" if candidate is search.best else ""))
-
-    search.run(starts, ends)
+    return f"{slower:.3f} times the time per token{why}" if slower >= 1.0005 else f"equally fast{why}"

@@ -2,107 +2,99 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.config.dump import as_words, to_flow
+from trainer.aot.report import DOES_NOT_FIT
+from trainer.config.dump import to_yaml
 from trainer.config.environment import PREFIX
 from trainer.config.keys import Config
-from trainer.config.schema import schema
 from trainer.observe.text import short_time, si
 from trainer.planning.candidate import FAILED, FITS, TOO_LARGE, kept
 from trainer.training.memory import host_memory
 
-# Keys with which train_compile would write files, and the key that the compilation itself sets.
-_WRITES = ("compiled_trainstep_file", "compile_report_file", "dump_hlo")
-_DOES_NOT_FIT = 3  # the exit code of train_compile
-# Later compilations may take this many times the memory and the time of the largest earlier one.
-_MORE_MEMORY, _MORE_TIME, _LEAST_SECONDS = 3, 10, 600
+# Keys with which train_compile would write files.
+_WRITES = {"compiled_trainstep_file": "", "compile_report_file": "", "dump_hlo": False}
+# A compilation may take this many times the memory and the time of the largest earlier one.
+_MORE_MEMORY, _MORE_TIME, _LEAST_SECONDS = 3, 10, 1800
 _POLL = 0.2  # seconds
-_SIZE_OF_PAGE = os.sysconf("SC_PAGE_SIZE")
-
-
-def words_of(config: Config, changes: Mapping[str, Any]) -> list[str]:
-    """Returns the words of a command line that gives `config` with `changes`, from base.yml alone."""
-    values = dict(config.items()) | dict(changes)
-    names = [
-        name
-        for name, key in schema().keys.items()
-        if name not in _WRITES and (name in changes or to_flow(values[name]) != to_flow(key.default))
-    ]
-    return as_words(values, names)
 
 
 class Compiler:
     """Runs compilations one after the other, each in its own process with a limit on memory and time."""
 
-    def __init__(self, program: Sequence[str] = (sys.executable, "-m", "trainer.train_compile", "base.yml")):
-        """`program`: the words of the command before the keys."""
+    def __init__(self, program: Sequence[str] = (sys.executable, "-m", "trainer.train_compile")):
+        """`program`: the words of the command before the yml."""
         self._program = program
-        self.memory, self.seconds = 0, 0.0  # the most that a compilation took so far
+        self._memory, self._seconds = 0, 0.0  # the most that a compilation took so far
         self._process: subprocess.Popen[bytes] | None = None
+        self._folder = ""
 
-    def __call__(self, words: Sequence[str]) -> dict[str, Any]:
-        """Returns the row of a compilation, without its key: `outcome`, `reason`, `report`, `wall_seconds`, `memory`.
+    def __call__(self, config: Config) -> dict[str, Any]:
+        """Returns the row of a compilation, without its key: `outcome`, `reason`, `report`, `wall_seconds`, `memory`,
+        and `again`: whether it ended by a limit or a signal, so that another attempt may succeed.
 
-        A crash, a time-out and a compiler without memory are outcomes.
+        Args:
+          config: not resolved.
         """
-        with tempfile.TemporaryDirectory() as folder:
-            report, output = Path(folder) / "report.json", Path(folder) / "output"
-            command = [*self._program, *words, f"compile_report_file={report}"]
-            environment = {name: text for name, text in os.environ.items() if not name.startswith(PREFIX)}
-            began = time.monotonic()
-            with output.open("wb") as file:
-                self._process = process = subprocess.Popen(
-                    command, stdout=file, stderr=file, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
-                )
-                try:
-                    ended, memory = self._watch(process, began)
-                finally:
-                    self.end()
-            row = {"wall_seconds": round(time.monotonic() - began, 1), "memory": memory}
-            self.memory, self.seconds = max(self.memory, memory), max(self.seconds, row["wall_seconds"])
-            code = process.returncode
-            if not ended and code in (0, _DOES_NOT_FIT) and report.exists():
+        began = time.monotonic()
+        self._folder = tempfile.mkdtemp(prefix="trainer-plan-")
+        try:
+            limit, memory = self._run(config, Path(self._folder), began)
+            assert self._process is not None
+            seconds, code = round(time.monotonic() - began, 1), self._process.returncode
+            row = {"wall_seconds": seconds, "memory": memory, "again": bool(limit) or code < 0}
+            report = Path(self._folder) / "report.json"
+            if not limit and code in (0, DOES_NOT_FIT) and report.exists():
+                self._memory, self._seconds = max(self._memory, memory), max(self._seconds, seconds)
                 outcome = FITS if code == 0 else TOO_LARGE
                 return row | {"outcome": outcome, "reason": "", "report": kept(json.loads(report.read_text()))}
-            return row | {
-                "outcome": FAILED,
-                "reason": ended or _reason(code, output.read_text(errors="replace")),
-                "report": {},
-            }
+            output = (Path(self._folder) / "output").read_text(errors="replace")
+            return row | {"outcome": FAILED, "reason": limit or _reason(code, output), "report": {}}
+        finally:
+            self.end()
 
     def end(self) -> None:
-        """Ends a running compilation and its children."""
-        if self._process and self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        """Ends a running compilation, and removes its files."""
+        if self._process and self._process.returncode is None:
+            os.kill(self._process.pid, signal.SIGKILL)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _watch(self, process: subprocess.Popen[bytes], began: float) -> tuple[str, int]:
-        """Waits for `process`. Returns why it was ended early, or "", and the most memory that it took, in bytes."""
-        bytes_limit = min(_MORE_MEMORY * self.memory or host_memory(), host_memory())
-        seconds_limit = max(_MORE_TIME * self.seconds, _LEAST_SECONDS)
-        most = 0
+    def _run(self, config: Config, folder: Path, began: float) -> tuple[str, int]:
+        """Runs the process. Returns the limit at which it was ended, or "", and the most memory that it took."""
+        point = folder / "point.yml"
+        point.write_text(to_yaml(Config({**config, **_WRITES})), encoding="utf-8")
+        environment = {name: text for name, text in os.environ.items() if not name.startswith(PREFIX)}
+        command = [*self._program, str(point), f"compile_report_file={folder / 'report.json'}"]
+        most, bytes_limit = 0, min(_MORE_MEMORY * self._memory or host_memory(), host_memory())
+        seconds_limit = max(_MORE_TIME * self._seconds, _LEAST_SECONDS)
+        with (folder / "output").open("wb") as file:
+            process = subprocess.Popen(command, stdout=file, stderr=file, stdin=subprocess.DEVNULL, env=environment)
+        self._process, limit = process, ""
         while process.poll() is None:
             most = max(most, _resident(process.pid))
             if most > bytes_limit:
-                return f"the compiler took more than {si(bytes_limit, 'B')} of this machine's memory", most
-            if time.monotonic() - began > seconds_limit:
-                return f"the compiler took more than {short_time(seconds_limit)}", most
+                limit = f"the compiler took more than {si(bytes_limit, 'B')} of this machine's memory"
+            elif time.monotonic() - began > seconds_limit:
+                limit = f"the compiler took more than {short_time(seconds_limit)}"
+            if limit:
+                process.kill()
+                process.wait()
             time.sleep(_POLL)
-        return "", most
+        return limit, most
 
 
 def _resident(pid: int) -> int:
-    """Returns the resident memory of a process in bytes; 0 where /proc does not tell."""
+    """Returns the resident memory of a process in bytes; 0 on systems without /proc."""
     try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _SIZE_OF_PAGE
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, IndexError):
         return 0
 

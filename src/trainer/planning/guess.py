@@ -1,7 +1,7 @@
 """A quick guess of a step's time and memory. It only orders the compilations; nothing is excluded by it."""
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from trainer.aot.chips import Chip
@@ -37,7 +37,7 @@ class Guesses:
         self._flops, self._parameters = flops_per_token(config), _parameters(config)
         self._widths = {policy: _widths(config, policy) for policy in (*KEPT, "none", "custom")}
         self._routed = config.num_experts_per_tok if has_experts(config) else 0
-        self._factors: dict[Hashable, Guess] = {}  # by group: compiled figures over guesses
+        self._factors: dict[str, Guess] = {}  # by group: compiled figures over guesses
 
     def factors(self, changes: Mapping[str, Any]) -> Guess:
         """Returns the correction for a point: that of the most similar compiled points."""
@@ -58,7 +58,7 @@ class Guesses:
         inside = {axis: abs(values[ICI[axis]]) for axis in MESH_AXES}
         size = {axis: inside[axis] * abs(values[DCN[axis]]) for axis in MESH_AXES}
         steps, policy = values["gradient_accumulation_steps"], values["remat_policy"]
-        layers, width = values["base_num_decoder_layers"] / size["stage"], values["base_emb_dim"]
+        layers = values["base_num_decoder_layers"] / size["stage"]
         tokens = values["per_device_batch_size"] * self._devices * values["max_target_length"]
         local = tokens / (size["data"] * size["fsdp"] * size["expert"] * size["context"])  # on a device
         sharded, gathered = size["tensor"] * size["stage"] * size["expert"], size["fsdp"] * size["context"]
@@ -71,24 +71,7 @@ class Guesses:
         if size["stage"] > 1:
             parts = max(values["num_pipeline_microbatches"], size["stage"])
             compute *= (parts + size["stage"] - 1) / parts
-        heads = values["base_num_kv_heads"] * values["head_dim"]
-        sent = {
-            "fsdp": 3 * steps * weights / gathered * (size["fsdp"] - 1),
-            "data": 2 * weights / gathered * (size["data"] - 1) / size["data"],
-            "tensor": 8 * steps * layers * local * width * _BYTES * (size["tensor"] - 1) / size["tensor"],
-            "context": (3 * steps * weights / gathered + 6 * steps * layers * local * heads * _BYTES)
-            * (size["context"] - 1),
-            "expert": 4
-            * steps
-            * layers
-            * local
-            * self._routed
-            * width
-            * _BYTES
-            * (size["expert"] - 1)
-            / size["expert"],
-            "stage": 4 * steps * local * width * _BYTES * (size["stage"] > 1),
-        }
+        sent = self._sent(values, size, local, weights / gathered)
         network = sum(self._transfer(bytes_, inside[axis], size[axis]) for axis, bytes_ in sent.items())
         zero1 = size["data"] if values["shard_optimizer_over_data"] else 1
         parameters = 4 * self._parameters / (sharded * gathered * zero1)
@@ -110,6 +93,23 @@ class Guesses:
         longest = max(compute, traffic / self._chip.hbm_bandwidth * self._chip.devices)
         return Guess(longest + _EXPOSED * (network + moved / self._chip.host_bandwidth * self._chip.devices), memory)
 
+    def _sent(self, values: Mapping[str, Any], size: Mapping[str, int], local: float, shard: float) -> dict[str, float]:
+        """Returns the bytes that a device sends in a step, by mesh axis.
+
+        `local`: its tokens of a microbatch. `shard`: the bytes of its weights."""
+        steps, heads = values["gradient_accumulation_steps"], values["base_num_kv_heads"] * values["head_dim"]
+        layers = values["base_num_decoder_layers"] / size["stage"]
+        activations = steps * layers * local * _BYTES
+        width = values["base_emb_dim"]
+        return {
+            "fsdp": 3 * steps * shard * (size["fsdp"] - 1),
+            "data": 2 * shard * (size["data"] - 1) / size["data"],
+            "tensor": 8 * activations * width * (size["tensor"] - 1) / size["tensor"],
+            "context": (3 * steps * shard + 6 * activations * heads) * (size["context"] - 1),
+            "expert": 4 * activations * self._routed * width * (size["expert"] - 1) / size["expert"],
+            "stage": 4 * steps * local * width * _BYTES * (size["stage"] > 1),
+        }
+
     def _transfer(self, sent: float, inside: int, size: int) -> float:
         bandwidth = self._chip.ici_bandwidth / (1 if size == self._devices else self._chip.torus)
         between = sent / inside / self._chip.dcn_bandwidth if size > inside else 0.0
@@ -121,13 +121,13 @@ class Guesses:
         return 0.0 if policy == "none" else max(0.0, 1 - (sum(kept) - kept[0]) / (sum(every) - every[0]))
 
 
-def _groups(changes: Mapping[str, Any]) -> list[Hashable]:
+def _groups(changes: Mapping[str, Any]) -> list[str]:
     """Returns the groups of a point, from the points that are most like it to all points."""
     rows = ("per_device_batch_size", "gradient_accumulation_steps")
     alike = {key: value for key, value in changes.items() if key not in rows}
     mesh = {key: value for key, value in alike.items() if key.endswith("_parallelism")}
     policy = {**mesh, "remat_policy": changes.get("remat_policy")}
-    return [tuple(sorted(group.items(), key=str)) for group in (alike, policy, mesh, {})]
+    return [str(sorted(group.items())) for group in (alike, policy, mesh, {})]
 
 
 def _parameters(config: Config) -> float:

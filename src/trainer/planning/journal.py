@@ -9,7 +9,9 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
-from trainer.aot.executable import source_of_step
+import trainer
+from trainer.aot import sources
+from trainer.aot.executable import source_of_block
 from trainer.config.capabilities.all_keys import step_keys
 from trainer.config.errors import UserError
 from trainer.config.keys import Config
@@ -19,13 +21,14 @@ JOURNAL = "plan.jsonl"  # in base_output_directory
 Row = Mapping[str, Any]
 _COMPILERS = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+_BEGIN = b'{"key": "'  # of every line
 
 
 def program_key(config: Config) -> str:
-    """Returns a digest of everything that determines a compiled step: the keys of `config`, which is resolved, that
-    affect the step, the topology, the versions, the trainer's source, and the variables that compilers read."""
+    """Returns a digest of everything that determines a compiled step and its report: the keys of `config`, which is
+    resolved, that affect the step, the topology, versions, source files, and the variables that compilers read."""
     values = {key: config[key] for key in (*step_keys(), "compile_topology", "compile_topology_num_slices")}
-    text = json.dumps([values, _surroundings()], sort_keys=True, default=str)
+    text = json.dumps([values, source_of_block(config), _surroundings()], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
@@ -33,11 +36,12 @@ def program_key(config: Config) -> str:
 def _surroundings() -> list[Any]:
     compilers = {name: metadata.version(name) for name in _COMPILERS if util.find_spec(name.replace("-", "_"))}
     variables = {name: os.environ.get(name, "") for name in _VARIABLES}
-    return [dict(installed()), compilers, source_of_step(), variables]
+    source = sources.digest(Path(trainer.__file__).parents[1], ["trainer.train_compile"], lambda top: top == "trainer")
+    return [dict(installed()), compilers, source, variables]
 
 
 class Journal:
-    """The rows of a file by their key. A row is a dict with a `key`; later rows replace earlier ones."""
+    """The rows of a file by their key. A row is a dict whose first item is `key`; later rows replace earlier ones."""
 
     def __init__(self, path: Path):
         """Reads `path` if it exists. Removes a last line without its end, which a killed process leaves.
@@ -49,17 +53,15 @@ class Journal:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             content = path.read_bytes() if path.exists() else b""
-            whole = content[: content.rfind(b"\n") + 1]
-            if whole != content:
-                os.truncate(path, len(whole))
+            *lines, rest = content.split(b"\n")
+            for number, line in enumerate(lines, 1):
+                self._read(number, line)
+            if rest[: len(_BEGIN)] != _BEGIN[: len(rest)]:
+                raise self._not_a_row(len(lines) + 1)
+            with path.open("ab") as file:
+                file.truncate(len(content) - len(rest))
         except OSError as error:
-            raise UserError(f"journal={path}: cannot be read: {error.strerror}") from error
-        for number, line in enumerate(whole.splitlines(), 1):
-            try:
-                row = json.loads(line)
-                self.rows[row["key"]] = row
-            except (ValueError, TypeError, KeyError) as error:
-                raise UserError(f"journal={path}: line {number} is not a row of a plan; give another file") from error
+            raise UserError(f"the journal {path}: {error.strerror}; give another journal=FILE") from error
 
     def add(self, row: Row) -> None:
         """Appends a row with one write, so that several plans can share the file.
@@ -72,4 +74,14 @@ class Journal:
             with self.path.open("ab") as file:
                 file.write(json.dumps(row).encode() + b"\n")
         except OSError as error:
-            raise UserError(f"journal={self.path}: cannot be written: {error.strerror}") from error
+            raise UserError(f"the journal {self.path}: {error.strerror}") from error
+
+    def _read(self, number: int, line: bytes) -> None:
+        try:
+            row = json.loads(line)
+            self.rows[row["key"]] = row
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise self._not_a_row(number) from error
+
+    def _not_a_row(self, number: int) -> UserError:
+        return UserError(f"the journal {self.path}: line {number} is not a row of a plan; give another journal=FILE")

@@ -1,17 +1,19 @@
 """The smallest topology on which a model fits, if it fits on no mesh of the given one."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from trainer.aot.topologies import devices_of
 from trainer.config.derived import DCN, ICI
+from trainer.config.errors import UserError
 from trainer.config.keys import Config
 from trainer.config.topologies import GPUS, Topology, find_topology, topologies
 from trainer.planning.candidate import Candidate
 from trainer.planning.search import Search
 from trainer.planning.settings import settings_text
-from trainer.planning.space import Changes, default_space
+from trainer.planning.space import VARIED, Changes, default_space
 
 _MOST = 5  # topologies that are tried
 _COMPILES = 2  # on each
@@ -35,8 +37,7 @@ def smallest_that_fits(search: Search, fixed: Iterable[str], say: Callable[[str]
       fixed: the keys that the command gives. Those of the mesh do not count.
       say: takes a line before each compilation.
     """
-    mesh = {*ICI.values(), *DCN.values()}
-    varied = {keys[axis] for keys in (ICI, DCN) for axis in _AXES}
+    mesh, varied = ({keys[axis] for keys in (ICI, DCN) for axis in axes} for axes in (VARIED, _AXES))
     others = dict.fromkeys(mesh - varied, 1)
     kept = [key for key in fixed if key not in (*mesh, "remat_policy")]
     for topology, slices in _larger(search.config):
@@ -46,7 +47,8 @@ def smallest_that_fits(search: Search, fixed: Iterable[str], say: Callable[[str]
         devices = devices_of(topology, slices)
         larger = Search(config, space, devices, search.journal, search.compiler, limit=_COMPILES, chip=search.chip)
         larger.fewest_rows_first()
-        larger.run(functools.partial(_starts, say, topology.name))
+        with contextlib.suppress(UserError):  # this topology allows no such mesh
+            larger.run(functools.partial(_starts, say, topology.name))
         if larger.best:
             return Larger(topology.name, slices, larger.best)
     return None

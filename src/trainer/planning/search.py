@@ -14,14 +14,14 @@ from trainer.config.keys import Config
 from trainer.config.paths import local_path
 from trainer.planning.bounds import Bounds
 from trainer.planning.candidate import FAILED, FITS, TOO_LARGE, Candidate
-from trainer.planning.compilation import Compiler, words_of
+from trainer.planning.compilation import Compiler
 from trainer.planning.families import BATCH_ROWS, STEPS, Checks, Family, a_mistake, families
 from trainer.planning.guess import Guesses
 from trainer.planning.journal import JOURNAL, Journal, program_key
 from trainer.planning.space import Changes, Space
 
 TOKENS, BATCH = "tokens", "batch"  # objectives
-Compile = Callable[[Sequence[str]], Mapping[str, Any]]
+Compile = Callable[[Config], Mapping[str, Any]]
 
 
 @dataclass
@@ -69,6 +69,7 @@ class Search:
         self.candidates: list[Candidate] = []
         self.refusals: dict[str, int] = {}  # why points were refused, with their number
         self.counts = Counts(points=space.size)
+        self.least_excess = 0  # of the points that a bound excludes: the fewest bytes above the memory of a device
         self._bounds = Bounds(devices)
         self._guesses = Guesses(config, chip, len(devices))
         self._programs: set[str] = set()
@@ -116,9 +117,9 @@ class Search:
                 continue
             self._programs.add(key)
             row = self.journal.rows.get(key)
-            if row is None:
+            if row is None or row["again"]:
                 starts(changes)
-                row = {"key": key, "changes": dict(changes), **self.compiler(words_of(self.config, changes))}
+                row = {"key": key, "changes": dict(changes), **self.compiler(Config({**self.config, **changes}))}
                 self.journal.add(row)
                 self.counts.compiled += 1
             else:
@@ -180,9 +181,10 @@ class Search:
         except UserError as error:
             self._refuse(a_mistake(error))
             return None
-        if bound.memory > self.chip.usable:
+        if (excess := bound.memory - self.chip.usable) > 0:
             self._exclude(family, index)
             self.counts.too_large += 1
+            self.least_excess = min(self.least_excess or excess, excess)
             return None
         best, tokens = self.best, self.tokens(changes)
         if best and (

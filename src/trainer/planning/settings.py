@@ -5,10 +5,10 @@ from typing import Any
 from trainer.config.dump import as_words
 from trainer.planning.space import Changes
 
+AS_GIVEN = "as given"
 # Settings that a table shows in words where they are on.
 _PLAIN = {
     "shard_optimizer_over_data": "Zero-1",
-    "num_vocab_tiling": "vocabulary tiles",
     "optimizer_memory_host_offload": "optimizer on the host",
     "parameter_memory_host_offload": "parameters on the host",
 }
@@ -16,7 +16,7 @@ _PLAIN = {
 
 def settings_text(changes: Changes) -> str:
     """Returns the settings of a point for a table, without mesh axes of size 1 and settings that are off."""
-    return ", ".join(text for key, value in changes.items() if (text := _setting(key, value))) or "as given"
+    return ", ".join(text for key, value in changes.items() if (text := _setting(key, value))) or AS_GIVEN
 
 
 def _setting(key: str, value: Any) -> str:
@@ -27,6 +27,8 @@ def _setting(key: str, value: Any) -> str:
         return f"{value:g} {'row' if value == 1 else 'rows'}"
     if key == "gradient_accumulation_steps":
         return f"{value} microbatches" if value > 1 else ""
-    if key in _PLAIN and isinstance(value, bool | int):
-        return _PLAIN[key] if value not in (False, 1) or value is True else ""
+    if key == "num_vocab_tiling":
+        return "" if value == 1 else f"{'automatic' if value == -1 else value} vocabulary tiles"
+    if key in _PLAIN:
+        return _PLAIN[key] if value else ""
     return value if key == "remat_policy" else as_words({key: value})[0]

@@ -21,7 +21,7 @@ POLICIES = (
     *("save_qkv_proj", "save_out_proj", "full", "qkv_proj_offloaded", "minimal_offloaded"),
 )
 # The mesh axes that a plan varies. Other axes keep the size that the command gives.
-_AXES = ("data", "stage", "fsdp", "context", "tensor", "expert")
+VARIED = ("data", "stage", "fsdp", "context", "tensor", "expert")
 _MICROBATCHES = (1, 2, 4)  # of a pipeline, in multiples of its stages
 _ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # per device
 
@@ -73,6 +73,8 @@ def default_space(
       UserError: no mesh or no batch has the given values.
     """
     search = dict(search or {})
+    if global_batch_tokens and "max_target_length" in search:
+        raise UserError("search.max_target_length: give no global_batch_tokens with it; each length needs other rows")
     fixed = [key for key in fixed if config[key] != -1 or key not in (*ICI.values(), *DCN.values())]
     on_host = ("optimizer_memory_host_offload", "parameter_memory_host_offload")
     offloads: list[Changes] = [{}, *({key: True} for key in on_host), dict.fromkeys(on_host, True)]
@@ -110,7 +112,7 @@ def _narrowed(
 def _meshes(
     config: Config, devices: int, slices: int, fixed: Collection[str], search: dict[str, Sequence[Any]]
 ) -> tuple[Changes, ...]:
-    axes = [axis for axis in _AXES if axis not in UNUSED_AXES and (axis != "expert" or has_experts(config))]
+    axes = [axis for axis in VARIED if axis not in UNUSED_AXES and (axis != "expert" or has_experts(config))]
     inside, between = _sizes(config, ICI, axes, devices, fixed), _sizes(config, DCN, axes, slices, fixed)
     found = []
     for own, others in itertools.product(inside, between):

@@ -175,12 +175,12 @@ def test_the_key_is_of_the_checkout_that_runs(monkeypatch, tmp_path):
     copied = tmp_path / "trainer"
     shutil.copytree(SOURCE, copied, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(executable.trainer, "__file__", str(copied / "__init__.py"))
-    before = executable.source_of_step()
+    before = executable._source()
 
     def after_a_change_of(name):
         text = (copied / name).read_text()
         (copied / name).write_text(f"{text}# changed\n")
-        changed = executable.source_of_step()
+        changed = executable._source()
         (copied / name).write_text(text)
         return changed
 

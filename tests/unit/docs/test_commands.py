@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer import evaluate, export, generate, parity, quantize, serve, sft
+from trainer import evaluate, export, generate, parity, plan, quantize, serve, sft
 from trainer.config.capabilities.chat_keys import SFT_DEFAULTS, not_conversations
 from trainer.config.capabilities.preference_keys import DPO_DEFAULTS, not_pairs
 from trainer.config.capabilities.rl_keys import RL_DEFAULTS, not_prompts
@@ -64,6 +64,8 @@ def accept(program, words, variables):
         program, words = "trainer.parity", words[1:]
     if program in ("trainer.train", "trainer.train_compile", "docs/guides/own_objective.py"):
         check(load([word for word in words if not word.startswith("--")], environment=variables).config, variables)
+    elif program == "trainer.plan":
+        load(plan.read_words(words).config, environment=variables)
     elif program == "trainer.sft":
         loaded = load(sft._without_show(words)[0], environment=variables, defaults=SFT_DEFAULTS)
         assert not not_conversations(loaded.config)

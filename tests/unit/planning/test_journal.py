@@ -33,8 +33,17 @@ def test_another_file_is_refused_and_kept(tmp_path, line):
     assert path.read_text() == f"{line}\n"
 
 
+@pytest.mark.parametrize("text", ["my notes", '{"key": 7', "\n"])
+def test_an_unfinished_line_of_another_file_is_kept(tmp_path, text):
+    path = tmp_path / "notes.txt"
+    path.write_text(text)
+    with pytest.raises(UserError, match="line 1 is not a row of a plan"):
+        Journal(path)
+    assert path.read_text() == text
+
+
 def test_a_folder_is_an_error(tmp_path):
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match="Is a directory; give another journal=FILE"):
         Journal(tmp_path)
 
 

@@ -2,6 +2,8 @@
 
 import json
 import random
+import shlex
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -9,14 +11,14 @@ from support import arguments
 
 from trainer.aot.chips import CHIPS
 from trainer.config.errors import UserError
+from trainer.config.keys import Config
 from trainer.config.load import load
 from trainer.config.schema import schema
 from trainer.config.values import read_text
 from trainer.planning import larger
 from trainer.planning import search as searching
-from trainer.planning.answer import answer_json, answer_text, larger_text
+from trainer.planning.answer import answer_json, answer_text, command, larger_text
 from trainer.planning.bounds import Bound
-from trainer.planning.compilation import words_of
 from trainer.planning.journal import Journal
 from trainer.planning.search import BATCH, Search, plan
 from trainer.planning.space import Dimension, Space, default_space
@@ -24,14 +26,9 @@ from trainer.planning.space import Dimension, Space, default_space
 ON_DEVICES = {"ici_data_parallelism": 1, "ici_fsdp_parallelism": 8}
 MEMORY = CHIPS["v5e"].usable
 KEYS = (
-    *("ici_data_parallelism", "ici_fsdp_parallelism", "remat_policy", "num_vocab_tiling", "per_device_batch_size"),
+    *("ici_data_parallelism", "ici_fsdp_parallelism", "remat_policy", "num_vocab_tiling"),
     *("optimizer_memory_host_offload", "parameter_memory_host_offload"),
 )
-
-
-def values_of(words):
-    pairs = (word.partition("=")[::2] for word in words)
-    return {name: read_text(schema().keys[name], text) for name, text in pairs}
 
 
 class Formula:
@@ -40,22 +37,21 @@ class Formula:
     def __init__(self, seed=0, fails=()):
         self.compiled, self.seed, self.fails = [], seed, fails
 
-    def figures(self, words):
+    def figures(self, config):
         """Returns (bytes, seconds): memory grows with rows; both are random in everything else."""
-        values = values_of(words)
-        rows = values.pop("per_device_batch_size", 1)
-        draw = random.Random(f"{self.seed} {sorted(values.items(), key=str)}")
+        rows, others = config["per_device_batch_size"], [config[key] for key in KEYS]
+        draw = random.Random(f"{self.seed} {others}")
         return int(MEMORY * draw.uniform(0.1, 0.8) * (1 + rows / 8)), draw.uniform(1, 2) * (0.2 + rows)
 
-    def __call__(self, words):
-        self.compiled.append(tuple(words))
-        row = {"wall_seconds": 1.0, "memory": 10**9}
+    def __call__(self, config):
+        self.compiled.append(tuple(config[key] for key in (*KEYS, "per_device_batch_size")))
+        row = {"wall_seconds": 1.0, "memory": 10**9, "again": False}
         if len(self.compiled) in self.fails:
             return row | {"outcome": "failed", "reason": "the compiler was ended by SIGSEGV", "report": {}}
-        memory, seconds = self.figures(words)
+        memory, seconds = self.figures(config)
         estimate = {"scheduled_seconds": seconds, "seconds": seconds, "bound": "compute", "lower_bound": False}
         report = {"peak_bytes": memory, "hbm_bytes": MEMORY, "argument_bytes": 1, "host_bytes": 0, "mesh": {}}
-        costs = {"flops": 1e9, "hbm_bytes_accessed": 1e9, "network_bytes": 1e6, "estimate": estimate}
+        costs = {"flops": 1e9, "hbm_bytes_accessed": 1e9, "network_bytes": 1e6 * seconds**2, "estimate": estimate}
         outcome = "fits" if memory <= MEMORY else "does not fit"
         return row | {"outcome": outcome, "reason": "", "report": report | costs}
 
@@ -101,7 +97,7 @@ def test_the_winner_is_that_of_brute_force(config, journal, seed):
     search = searched(config, space, journal, compiler, limit=1000)
     speeds = [0.0]
     for point in space.points():
-        memory, seconds = compiler.figures(words_of(config, point))
+        memory, seconds = compiler.figures({**config, **point})
         speeds.append(search.tokens(point) / seconds if memory <= MEMORY else 0.0)
     assert search.best.tokens_per_second == max(speeds) > 0
     assert len(compiler.compiled) + search.counts.too_large == space.size - search.counts.refused
@@ -114,7 +110,7 @@ def test_the_largest_batch(config, journal):
     fitting = [
         (search.tokens(point), search.tokens(point) / seconds)
         for point in space.points()
-        for memory, seconds in [compiler.figures(words_of(config, point))]
+        for memory, seconds in [compiler.figures({**config, **point})]
         if memory <= MEMORY
     ]
     assert (search.best.tokens, search.best.tokens_per_second) == max(fitting)
@@ -123,8 +119,7 @@ def test_the_largest_batch(config, journal):
 def test_bounds_save_compilations(config, journal, monkeypatch):
     class Exact:
         def of(self, resolved):
-            point = {key: resolved[key] for key in KEYS}
-            memory, seconds = compiler.figures(words_of(config, point))
+            memory, seconds = compiler.figures(resolved)
             return Bound(0, memory, 0.999 * seconds)
 
     compiler, space = Formula(), small(config)
@@ -166,10 +161,10 @@ def test_the_limit_and_the_journal(config, journal):
 def test_an_interrupted_search_has_its_results(config, journal):
     compiler, space = Formula(), small(config)
 
-    def interrupted(words):
+    def interrupted(config):
         if len(compiler.compiled) == 3:
             raise KeyboardInterrupt
-        return compiler(words)
+        return compiler(config)
 
     search = Search(config, space, jax.devices(), journal, interrupted, chip=CHIPS["v5e"])
     with pytest.raises(KeyboardInterrupt):
@@ -191,8 +186,9 @@ def test_failures_are_rows(config, journal):
 def test_lower_bounds_stand_apart(config, journal):
     compiler = Formula()
 
-    def unknown_loop(words):
-        row = compiler(words)
+    def unknown_loop(config):
+        row = compiler(config)
+        row |= {"outcome": "fits"}
         row["report"]["estimate"]["lower_bound"] = len(compiler.compiled) == 1
         row["report"]["estimate"]["scheduled_seconds"] /= 100 if len(compiler.compiled) == 1 else 1
         return row
@@ -234,26 +230,69 @@ def test_every_number_of_the_answer_is_in_the_journal(config, journal):
     assert best == answer["best"]
     by_policy = {
         policy: max(
-            c["tokens_per_second"]
-            for c in answer["candidates"]
-            if c["changes"]["remat_policy"] == policy and c["outcome"] == "fits"
+            (c for c in answer["candidates"] if c["changes"]["remat_policy"] == policy and c["outcome"] == "fits"),
+            key=lambda candidate: candidate["tokens_per_second"],
         )
         for policy in ("none", "full")
     }
-    loser = min(by_policy, key=by_policy.get)
-    assert answer["lost"][loser].startswith(
-        f"{max(by_policy.values()) / by_policy[loser]:.3f} times the time per token"
-    )
-    command = answer["command"].split()
-    assert command[:5] == ["python", "-m", "trainer.train", "base.yml", "steps=3"]
-    assert values_of(command[4:]).items() <= {"steps": 3, **best["changes"]}.items()
+    loser = min(by_policy, key=lambda policy: by_policy[policy]["tokens_per_second"])
+    reason = next(lost["reason"] for lost in answer["lost"] if lost["settings"] == loser)
+    slower = best["tokens_per_second"] / by_policy[loser]["tokens_per_second"]
+    sent = [c["row"]["report"]["network_bytes"] / c["tokens"] for c in (by_policy[loser], best)]
+    assert reason.startswith(f"{slower:.3f} times the time per token" if slower >= 1.0005 else "equally fast")
+    assert (f", {sent[0] / sent[1]:.3g} times the bytes over the network" in reason) == (sent[0] / sent[1] > 1.02)
+    words = shlex.split(answer["command"])
+    assert words[:5] == ["python", "-m", "trainer.train", "base.yml", "steps=3"]
+    given = {name: read_text(schema().keys[name], text) for name, text in (word.split("=") for word in words[4:])}
+    assert given.items() <= {"steps": 3, **best["changes"]}.items()
+
+
+def test_the_command_is_that_of_the_method_and_unsets_variables(config, monkeypatch):
+    monkeypatch.setenv("M_REMAT_POLICY", "minimal")
+    monkeypatch.setenv("M_STEPS", "7")
+    question = SimpleNamespace(config=Config({**config, "use_grpo": True}))
+    found = " ".join(command(question, ["my.yml", "lora.lora_rank=8", "name=a b"], {"remat_policy": "full"}))
+    assert found == "env -u M_REMAT_POLICY python -m trainer.grpo my.yml lora.lora_rank=8 'name=a b' remat_policy=full"
+
+
+def test_a_list_is_searched(config, journal):
+    masks = [("embedding",), ("norm", "mlp")]
+    space = small(config, rows=(1,), tiles=(1,), meshes=((1, 8),))
+    space = Space((*space.dimensions, Dimension("mask", tuple({"trainable_parameters_mask": m} for m in masks))))
+    search = searched(config, space, journal, Formula())
+    assert {found.changes["trainable_parameters_mask"] for found in search.candidates} == set(masks)
+    assert "trainable_parameters_mask=[norm,mlp]" in answer_text(search, space, [])
+
+
+def test_a_failure_that_may_pass_is_tried_again(config, journal):
+    compiler, space = Formula(), small(config, rows=(1,), tiles=(1,), meshes=((1, 8),))
+
+    def killed(config):
+        return compiler(config) | {"outcome": "failed", "reason": "SIGKILL", "report": {}, "again": True}
+
+    searched(config, space, journal, killed, limit=1)
+    search = searched(config, space, Journal(journal.path), compiler)
+    assert search.counts.known == 0
+    assert {found.outcome for found in search.candidates} == {"fits"}
+
+
+def test_a_bound_excludes_everything(config, journal, monkeypatch):
+    class Large:
+        def of(self, resolved):
+            return Bound(0, MEMORY + int(resolved.per_device_batch_size * 2**30), 0.0)
+
+    monkeypatch.setattr(searching, "Bounds", lambda devices: Large())
+    space = small(config)
+    search = searched(config, space, journal, None)
+    assert search.counts.too_large == space.size
+    assert "nothing fits: every point needs at least 1.00 GiB more" in answer_text(search, space, [])
 
 
 def test_nothing_fits(config, journal):
     compiler = Formula()
 
-    def too_large(words):
-        row = compiler(words)
+    def too_large(config):
+        row = compiler(config)
         peak = row["report"]["peak_bytes"] + 2 * MEMORY
         return row | {"outcome": "does not fit", "report": row["report"] | {"peak_bytes": peak}}
 
@@ -275,11 +314,10 @@ def test_the_smallest_topology_that_fits(journal, monkeypatch):
     config = load(arguments("nnx", compile_topology="h100-2", ici_fsdp_parallelism=2)).config
     tried, compiler = [], Formula()
 
-    def eight(words):
-        values = values_of(words)
-        tried.append(values["compile_topology"])
-        row = compiler(words)
-        if values["compile_topology"] == "h100-8":
+    def eight(config):
+        tried.append(config.compile_topology)
+        row = compiler(config)
+        if config.compile_topology == "h100-8":
             return row | {"outcome": "fits"}
         return row | {"outcome": "does not fit", "report": row["report"] | {"peak_bytes": 2**60}}
 
