@@ -397,11 +397,19 @@ def _called(equation: Any) -> Any:
 
 
 def _flops(jaxpr: Any, rows: int, length: int) -> float:
-    """Returns the FLOPs of one call's products with tokens, see `_loops_of`. Equal products count once."""
+    """Returns the FLOPs of one call's products with tokens, see `_loops_of`. Products of the same arrays, also after
+    casts and reshapes, count once, because a compiler merges equal ones."""
     found, seen = 0.0, set()
+    makers = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
+
+    def origin(var: Any) -> Any:
+        while not isinstance(var, Literal) and var in makers and makers[var].primitive.name in _PASSING:
+            var = makers[var].invars[0]
+        return var
+
     for equation in jaxpr.eqns:
         if equation.primitive is dot_general_p:
-            key = (*equation.invars, str(equation.params["dimension_numbers"]))
+            key = (*map(origin, equation.invars), str(equation.params["dimension_numbers"]))
             if key not in seen:
                 seen.add(key)
                 found += _product_flops(equation, rows, length)
