@@ -29,10 +29,12 @@ from trainer.planning.space import default_space
 from trainer.train_compile import compile_for_topology
 
 TINY = (
-    *("base_emb_dim=256", "base_num_query_heads=4", "base_num_kv_heads=4", "head_dim=128", "base_mlp_dim=512"),
-    *("base_num_decoder_layers=3", "vocab_size=8192", "max_target_length=256", "attention=flash"),
+    *("base_emb_dim=512", "base_num_query_heads=4", "base_num_kv_heads=4", "head_dim=128", "base_mlp_dim=2048"),
+    *("base_num_decoder_layers=24", "vocab_size=1024", "max_target_length=512", "attention=flash"),
     *("dataset_type=synthetic", "eval_interval=-1"),
 )
+ROWS = {"per_device_batch_size": [16, 2048], "num_vocab_tiling": [1]}
+POLICIES = {"remat_policy": ["none", "minimal", "full"]}
 NO_OFFLOAD = {"optimizer_memory_host_offload": [False], "parameter_memory_host_offload": [False]}
 MEMORY_CHECKED = 2  # rows of each space whose memory is compared with that of the command
 # With this option of the compiler, programs are less optimized, and compile sooner. The plan and brute force have it.
@@ -49,7 +51,8 @@ class Question(NamedTuple):
 QUESTIONS = {
     "dense": Question(
         ("compile_topology=v5e-4", "allow_split_physical_axes=true", "ici_pipeline_parallelism=1"),
-        {"remat_policy": ["none", "full"], "per_device_batch_size": [8, 4096], "num_vocab_tiling": [1]} | NO_OFFLOAD,
+        {"remat_policy": ["none", "minimal", "full"], "per_device_batch_size": [16, 2048], "num_vocab_tiling": [1]}
+        | NO_OFFLOAD,
     ),
     "slices": Question(
         (
@@ -61,8 +64,8 @@ QUESTIONS = {
         {
             "dcn_pipeline_parallelism": [1],
             "dcn_context_parallelism": [1],
-            "remat_policy": ["none", "full"],
-            "per_device_batch_size": [8, 4096],
+            "remat_policy": ["none", "minimal", "full"],
+            "per_device_batch_size": [16, 2048],
             "num_vocab_tiling": [1],
         }
         | NO_OFFLOAD,
@@ -76,7 +79,7 @@ QUESTIONS = {
         ),
         {
             "remat_policy": ["full", "minimal", "minimal_offloaded"],
-            "per_device_batch_size": [1, 8],
+            "per_device_batch_size": [16, 2048],
             "num_vocab_tiling": [1],
         },
     ),
@@ -85,7 +88,8 @@ QUESTIONS = {
             *("compile_topology=v5e-4", "decoder_block=mixtral", "num_experts=8", "base_moe_mlp_dim=512"),
             *("capacity_factor=1.25", "sparse_matmul=false", "ici_pipeline_parallelism=1", "ici_context_parallelism=1"),
         ),
-        {"remat_policy": ["none", "full"], "per_device_batch_size": [8, 4096], "num_vocab_tiling": [1]} | NO_OFFLOAD,
+        {"remat_policy": ["none", "minimal", "full"], "per_device_batch_size": [16, 2048], "num_vocab_tiling": [1]}
+        | NO_OFFLOAD,
     ),
 }
 

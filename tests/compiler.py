@@ -6,6 +6,7 @@ HLO that JAX writes, and therefore not whether two programs are equal. The READM
 """
 
 import contextlib
+import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from importlib import metadata
@@ -36,6 +37,23 @@ EXACT = {"xla_cpu_use_fusion_emitters": True} if _HAS_OLDER else {}
 # Options of `compile` with which a TPU's program compiles sooner. The option of later versions, optimization_level=O1,
 # writes programs that all-gather in float32 and take more memory than a user's.
 TPU_QUICKLY = {"exec_time_optimization_effort": -1.0} if _HAS_OLDER else {}
+
+# A tiny model and a topology, with kernels for TPUs.
+TINY_TPU = {
+    "compile_topology": "v5e-4",
+    "ici_fsdp_parallelism": 4,
+    "per_device_batch_size": 1,
+    "base_emb_dim": 256,
+    "head_dim": 128,
+    "base_mlp_dim": 512,
+    "base_num_decoder_layers": 3,
+    "max_target_length": 256,
+    "attention": "flash",
+    "remat_policy": "full",
+}
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="there is no libtpu but for Linux on x86-64"
+)
 
 # What is called with each program, an MLIR module, that XLA compiles or the compilation cache may have.
 OBSERVERS: list[Callable[[Any], None]] = []

@@ -1,6 +1,5 @@
 """`python -m trainer.train_compile` as a user runs it, and `trainer.train` with its output."""
 
-import importlib.util
 import json
 import math
 import os
@@ -10,7 +9,8 @@ import sys
 
 import jax
 import pytest
-from compiler import TPU_QUICKLY, xla_flags
+from compiler import TINY_TPU as TPU
+from compiler import TPU_QUICKLY, needs_libtpu, xla_flags
 from support import ALL_COMBINATIONS, arguments, lowered_update
 
 from trainer.aot.buffers import STATE
@@ -25,22 +25,7 @@ from trainer.train_compile import main as compile_main
 from trainer.training.build import build
 from trainer.training.run import Run
 
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="there is no libtpu but for Linux on x86-64"
-)
 STEPS = {"steps": 6, "eval_interval": 3, "eval_steps": 1, "per_device_batch_size": 1, "ici_fsdp_parallelism": 8}
-TPU = {
-    "compile_topology": "v5e-4",
-    "ici_fsdp_parallelism": 4,
-    "per_device_batch_size": 1,
-    "base_emb_dim": 256,
-    "head_dim": 128,
-    "base_mlp_dim": 512,
-    "base_num_decoder_layers": 3,
-    "max_target_length": 256,
-    "attention": "flash",
-    "remat_policy": "full",
-}
 
 
 def train_compile(*args, cwd, flags=""):

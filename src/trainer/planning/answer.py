@@ -100,7 +100,12 @@ def _head(search: Search) -> Iterator[str]:
         reason = max(search.refusals, key=lambda text: search.refusals[text])
         yield f"  most refusals ({search.refusals[reason]:,}): {reason}"
     if counts.left and search.best:
-        yield f"  a point that was not reached could be better; compiles={2 * search.limit} continues from the journal"
+        yield f"  a point that was not reached could be better; {_continues(search)}"
+
+
+def _continues(search: Search) -> str:
+    ended = search.counts.compiled + search.counts.known >= search.limit
+    return f"compiles={2 * search.limit} continues" if ended else "the same command continues"
 
 
 def _table(search: Search) -> Iterator[str]:
@@ -141,8 +146,7 @@ def _nothing_fits(search: Search) -> Iterator[str]:
     elif search.least_excess:
         yield f"nothing fits: every point needs at least {gib(search.least_excess)} more than a device has, by a bound"
     if search.counts.left:
-        again = f"compiles={2 * search.limit} continues"
-        yield f"  {search.counts.left:,} points were not reached, and one of them may fit; {again}"
+        yield f"  {search.counts.left:,} points were not reached, and one of them may fit; {_continues(search)}"
 
 
 def _command(search: Search, words: Sequence[str]) -> Iterator[str]:

@@ -69,7 +69,7 @@ class Compiler:
 
     def _run(self, config: Config, folder: Path, began: float) -> tuple[str, int]:
         """Runs the process. Returns the limit at which it was ended, or "", and the most memory that it took."""
-        point = folder / "point.yml"
+        point = folder / "config.yml"
         point.write_text(to_yaml(Config({**config, **_WRITES})), encoding="utf-8")
         environment = {name: text for name, text in os.environ.items() if not name.startswith(PREFIX)}
         command = [*self._program, str(point), f"compile_report_file={folder / 'report.json'}"]
