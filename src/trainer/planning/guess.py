@@ -82,13 +82,8 @@ class Guesses:
         moved = 2 * on_host + (2 * steps * saved if policy in _OFFLOADS else 0)
         traffic = steps * (3 * weights + 5 * every) + 2 * (parameters + optimizer)
         tiles = 8 if values["num_vocab_tiling"] == -1 else values["num_vocab_tiling"]
-        memory = (
-            parameters
-            + optimizer
-            - on_host
-            + 4 * self._parameters / (sharded * gathered)
-            + 2 * weights / max(layers, 1)
-        )
+        # The update needs what the host stores, and compilers fetch it early: it hardly lowers the peak.
+        memory = parameters + optimizer + 4 * self._parameters / (sharded * gathered) + 2 * weights / max(layers, 1)
         memory += (0 if policy in _OFFLOADS else saved) + local * values["vocab_size"] * 4 / (tiles * size["tensor"])
         longest = max(compute, traffic / self._chip.hbm_bandwidth * self._chip.devices)
         return Guess(longest + _EXPOSED * (network + moved / self._chip.host_bandwidth * self._chip.devices), memory)
