@@ -87,7 +87,7 @@ def _head(search: Search) -> Iterator[str]:
     yield ""
     parts = {
         "refused by the checks of trainer.train": counts.refused,
-        "too large by a bound on memory, or by a point with fewer rows": counts.too_large,
+        "too large: by a bound on memory, or a point with fewer rows does not fit": counts.too_large,
         "worse than the best by a bound": counts.worse,
         "the same program as another": counts.same,
         "from the journal": counts.known,
