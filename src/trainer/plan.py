@@ -1,14 +1,13 @@
 """`python -m trainer.plan base.yml model_name=NAME compile_topology=v5e-16 [search.KEY=a,b] [key=value ...]`: finds the
 mesh, batch and rematerialization that fit the devices and are fastest, by the compiler for these devices."""
 
-import contextlib
 import gc
 import itertools
 import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from trainer.config.dump import to_flow
@@ -26,11 +25,11 @@ from trainer.config.paths import local_path
 from trainer.config.resolve import frozen
 from trainer.config.schema import Key, plain_name, schema
 from trainer.config.values import check, read_text
+from trainer.planning.space import OBJECTIVES
 from trainer.runtime.platforms import prepare_to_compile
+from trainer.runtime.signals import handled
 
 _SEARCH = "search."
-_OBJECTIVES = ("tokens", "batch")
-DOES_NOT_FIT = 3  # the exit code of trainer.train_compile, too
 # Keys that a space cannot vary: they select the devices, the model's other keys, or nothing of the step.
 _NOT_SEARCHED = (
     *("compile_topology", "compile_topology_num_slices", "model_name", "load_parameters_path", "load_full_state_path"),
@@ -61,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     begun = begin(words.config, os.environ)
     prepare_to_compile(begun.config.compile_topology)
     # The command line has been checked by itself. The following code loads JAX.
+    from trainer.aot.report import DOES_NOT_FIT
     from trainer.planning.answer import answer_json, answer_text, larger_text
     from trainer.planning.candidate import FAILED, FITS
     from trainer.planning.larger import smallest_that_fits
@@ -86,7 +86,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if words.json:
             print(json.dumps(answer_json(search, space, words.config, *larger), indent=1), flush=True)
 
-    with closed_at_interrupt(close), ended_by_signals():  # Ctrl-C prints the best so far; the same command continues
+    # Ctrl-C prints the best so far, and the same command continues.
+    with closed_at_interrupt(close), handled((signal.SIGTERM, signal.SIGHUP), _end):
         run_and_tell(search, say)
         outcomes = {candidate.outcome for candidate in search.candidates}
         if FITS not in outcomes and outcomes != {FAILED}:
@@ -95,26 +96,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(DOES_NOT_FIT)
 
 
-@contextlib.contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """Within it, SIGTERM and SIGHUP raise SystemExit, so that a compilation in another process is ended, too."""
-
-    def end(number: int, frame: Any) -> None:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _end(number: int, frame: Any) -> None:
+    """Ends this process by an exception, so that a compilation in another process is ended, too."""
+    raise SystemExit(128 + number)
 
 
 def _question(words: Words, loaded: Loaded, say: Callable[[str], None]) -> tuple[Any, Any]:
     """Returns the space of a question, and its search."""
     from trainer.aot.topologies import devices_of, topology_of
     from trainer.planning.compilation import Compiler
-    from trainer.planning.journal import JOURNAL, Journal
+    from trainer.planning.journal import Journal, default_path
     from trainer.planning.search import Search
     from trainer.planning.space import default_space
 
@@ -125,10 +116,7 @@ def _question(words: Words, loaded: Loaded, say: Callable[[str], None]) -> tuple
         given = f"{key}={shortened(to_flow(config[key]))} ({loaded.changed[key]})"
         raise UserError(f"search.{key} and {given}: give one of them")
     space = default_space(config, topology.devices, slices, loaded.changed, words.search, words.global_batch_tokens)
-    if words.journal:
-        path = local_path(words.journal, "journal=")
-    else:
-        path = local_path(config.base_output_directory, "base_output_directory=") / JOURNAL
+    path = local_path(words.journal, "journal=") if words.journal else default_path(config)
     journal = Journal(path)
     say(f"{space.size:,} points; at most {words.compiles} are compiled; results are kept in {path}")
     devices = devices_of(topology, slices)
@@ -143,7 +131,7 @@ def read_words(given: Sequence[str]) -> Words:
     """
     config: list[str] = []
     search: dict[str, list[Any]] = {}
-    options = {"objective": _OBJECTIVES[0], "global_batch_tokens": "0", "compiles": "24", "journal": ""}
+    options = {"objective": OBJECTIVES[0], "global_batch_tokens": "0", "compiles": "24", "journal": ""}
     for word in given:
         name, equals, text = word.partition("=")
         if name.startswith(_SEARCH):
@@ -153,8 +141,8 @@ def read_words(given: Sequence[str]) -> Words:
             options[name] = text
         elif word != "--json":
             config.append(word)
-    if options["objective"] not in _OBJECTIVES:
-        raise UserError(f"objective={shortened(options['objective'])}: allowed: {', '.join(_OBJECTIVES)}")
+    if options["objective"] not in OBJECTIVES:
+        raise UserError(f"objective={shortened(options['objective'])}: allowed: {', '.join(OBJECTIVES)}")
     numbers = {name: _count(name, options[name]) for name in ("global_batch_tokens", "compiles")}
     if not numbers["compiles"]:
         raise UserError("compiles=0: nothing would be compiled; give at least 1")

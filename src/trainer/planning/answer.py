@@ -18,13 +18,13 @@ from trainer.config.words import counted
 from trainer.observe.text import short_time, si
 from trainer.planning.candidate import FAILED, FITS, TOO_LARGE, Candidate
 from trainer.planning.larger import Larger
-from trainer.planning.search import BATCH, Search, ranked
+from trainer.planning.search import Search, ranked
 from trainer.planning.settings import AS_GIVEN, settings_text
-from trainer.planning.space import OFFLOAD, REMAT, SHARDING, TILES, Changes, Space
+from trainer.planning.space import BATCH, OFFLOAD, REMAT, SHARDING, TILES, Changes, Space
 
 SHOWN = 10  # rows of the table
 _CLASSES = (SHARDING, REMAT, TILES, OFFLOAD)
-_COMPILE_KEYS = {key for row in COMPILE_ROWS for key in row[0]}
+_COMPILE_KEYS = {key for row in COMPILE_ROWS for key in row.names}
 
 
 def line_of(candidate: Candidate) -> str:

@@ -15,13 +15,18 @@ from trainer.aot.executable import source_of_block
 from trainer.config.capabilities.all_keys import step_keys
 from trainer.config.errors import UserError
 from trainer.config.keys import Config
+from trainer.config.paths import local_path
 from trainer.runtime.versions import installed
 
-JOURNAL = "plan.jsonl"  # in base_output_directory
 Row = Mapping[str, Any]
 _COMPILERS = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 _BEGIN = b'{"key": "'  # of every line
+
+
+def default_path(config: Config) -> Path:
+    """Returns the path of the journal in base_output_directory. Raises UserError if that is not a local folder."""
+    return local_path(config.base_output_directory, "base_output_directory=") / "plan.jsonl"
 
 
 def program_key(config: Config) -> str:

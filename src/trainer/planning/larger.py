@@ -46,7 +46,7 @@ def smallest_that_fits(search: Search, fixed: Iterable[str], say: Callable[[str]
         space = default_space(config, topology.devices, slices, [*kept, *others], {"remat_policy": ["full"]})
         devices = devices_of(topology, slices)
         larger = Search(config, space, devices, search.journal, search.compiler, limit=_COMPILES, chip=search.chip)
-        larger.fewest_rows_first()
+        larger.keep_fewest_rows()
         with contextlib.suppress(UserError):  # this topology allows no such mesh
             larger.run(functools.partial(_starts, say, topology.name))
         if larger.best:

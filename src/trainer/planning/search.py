@@ -11,16 +11,14 @@ from trainer.aot.chips import Chip, chip_of
 from trainer.aot.topologies import devices_of, topology_of
 from trainer.config.errors import UserError
 from trainer.config.keys import Config
-from trainer.config.paths import local_path
 from trainer.planning.bounds import Bounds
 from trainer.planning.candidate import FAILED, FITS, TOO_LARGE, Candidate
 from trainer.planning.compilation import Compiler
 from trainer.planning.families import BATCH_ROWS, STEPS, Checks, Family, a_mistake, families
 from trainer.planning.guess import Guesses
-from trainer.planning.journal import JOURNAL, Journal, program_key
-from trainer.planning.space import Changes, Space
+from trainer.planning.journal import Journal, default_path, program_key
+from trainer.planning.space import BATCH, TOKENS, Changes, Space
 
-TOKENS, BATCH = "tokens", "batch"  # objectives
 Compile = Callable[[Config], Mapping[str, Any]]
 
 
@@ -132,7 +130,7 @@ class Search:
             share = f"{self.refusals[reason]:,} of {self.counts.points:,} points"
             raise UserError(f"no point of the space can be trained; {share}: {reason}")
 
-    def fewest_rows_first(self) -> None:
+    def keep_fewest_rows(self) -> None:
         """Removes all points but those with the fewest rows that are allowed on their mesh."""
         for family in self._families:
             self.counts.points -= len(family.points) - 1
@@ -226,7 +224,7 @@ def plan(config: Config, space: Space, journal: Journal | None = None, **options
     Raises:
       UserError: every point is refused, or the journal cannot be written.
     """
-    journal = journal or Journal(local_path(f"{config.base_output_directory}/{JOURNAL}", "base_output_directory="))
+    journal = journal or Journal(default_path(config))
     devices = devices_of(topology_of(config), config.compile_topology_num_slices)
     search = Search(config, space, devices, journal, Compiler(), **options)
     search.run()

@@ -14,8 +14,9 @@ from trainer.config.words import counted
 
 Changes = Mapping[str, Any]  # key -> value
 
+OBJECTIVES = TOKENS, BATCH = "tokens", "batch"
 SHARDING, REMAT, TILES, OFFLOAD, ROWS = "sharding", "rematerialization", "vocabulary tiles", "host memory", "rows"
-# Policies that keep different tensors; the others of base.yml keep the tensors of one of these.
+# Policies that keep different tensors. Left out: their aliases, custom, and those that also keep quantized operands.
 POLICIES = (
     *("none", "minimal_with_context", "minimal", "save_dot_with_context_except_mlp", "save_dot_except_mlp"),
     *("save_qkv_proj", "save_out_proj", "full", "qkv_proj_offloaded", "minimal_offloaded"),

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Self
 
+from trainer.runtime.signals import handled
+
 NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 
 
@@ -106,14 +108,12 @@ def ends_at_signals(text: str) -> Iterator[None]:
     received, sent = os.pipe()
     os.set_blocking(sent, False)
     fd_before = signal.set_wakeup_fd(sent)
-    before = {number: signal.signal(number, lambda number, frame: None) for number in taken}
     thread = threading.Thread(target=_exit_at_signal, args=(received, taken, text), daemon=True)
     thread.start()
     try:
-        yield
+        with handled(taken, lambda number, frame: None):
+            yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
         signal.set_wakeup_fd(fd_before)
         os.close(sent)
         thread.join()

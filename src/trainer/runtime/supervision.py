@@ -18,11 +18,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from trainer.config.keys import Config
+from trainer.runtime.signals import handled
 
 HANG = 75  # the exit code after a hang: EX_TEMPFAIL in sysexits.h
 # Phases with the limit hang_grace_seconds. Other phases are steps, saves, and waiting for a batch.
@@ -199,16 +200,6 @@ def _say(text: str) -> None:
         print(f"supervise: {text}", file=sys.stderr, flush=True)
 
 
-@contextlib.contextmanager
-def _forwarded(child: subprocess.Popen[bytes]) -> Iterator[None]:
+def _forwarded(child: subprocess.Popen[bytes]) -> contextlib.AbstractContextManager[None]:
     """A context that forwards SIGTERM and Ctrl-C from this process to the child."""
-
-    def forward(number: int, frame: Any) -> None:
-        child.send_signal(number)
-
-    before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return handled((signal.SIGTERM, signal.SIGINT), lambda number, frame: child.send_signal(number))

@@ -20,8 +20,8 @@ from trainer.planning import search as searching
 from trainer.planning.answer import answer_json, answer_text, command, larger_text
 from trainer.planning.bounds import Bound
 from trainer.planning.journal import Journal
-from trainer.planning.search import BATCH, Search, plan
-from trainer.planning.space import Dimension, Space, default_space
+from trainer.planning.search import Search, plan
+from trainer.planning.space import BATCH, Dimension, Space, default_space
 
 ON_DEVICES = {"ici_data_parallelism": 1, "ici_fsdp_parallelism": 8}
 MEMORY = CHIPS["v5e"].usable
