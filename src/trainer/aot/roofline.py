@@ -54,9 +54,9 @@ def estimate(cost: Cost, chip: Chip, devices: int, slices: int = 1) -> Estimate:
     first, so that every device sends an equal share to other slices. A loop of unknown length runs once.
 
     The schedule is that of the optimized module. The network's time is that of `cost.collectives`, which on TPUs are
-    counted before optimization. So the exposed time of the network is the share of the schedule's transfers for which
-    the device waits, applied to the network's time; without transfers in the schedule, all of it. The scheduled time is
-    then at most `serial_seconds`. If it is less than `seconds`, it is raised to that.
+    counted before optimization. The exposed network time is therefore the network's time multiplied by the share of the
+    schedule's transfer time for which the device waits (1 if the schedule has no transfers). The scheduled time is then
+    at most `serial_seconds`; if it is below `seconds`, it is raised to `seconds`.
 
     Args:
       cost: from `aot.cost.analyze`, per device.

@@ -1,12 +1,12 @@
 """The compiled program in the order in which a device runs it, and the time for which it waits for transfers.
 
-The instructions of each computation of an optimized module stand in the compiler's order (`is_scheduled=true`). A
-device runs them one after the other; each takes the time of its matrix products or of its HBM traffic, whichever is
-longer. Three links work beside it: ICI, DCN and the link to the host. A link serves one transfer at a time, in the
-order of their starts. A transfer that the text starts and finishes in two instructions overlaps what stands between
-them; at the second one, the device waits for the rest. For any other transfer, the device waits from beginning to end.
-The HBM traffic of a transfer, and of a copy between HBM and VMEM with a start and an end, takes the time that the
-traffic of the other instructions leaves.
+An optimized module lists the instructions of each computation in the compiler's order (`is_scheduled=true`). The
+device runs them one after the other. Each takes the time of its matrix products or of its HBM traffic, whichever is
+longer. Three links work in parallel with the device: ICI, DCN and the link to the host. A link serves one transfer at
+a time, in the order in which they start. A transfer with a start and an end instruction overlaps the instructions
+between them; at the end instruction, the device waits for the remainder. The device waits for all of any other
+transfer. The HBM traffic of a transfer, and of an asynchronous copy between HBM and VMEM, uses the HBM time that other
+instructions leave idle.
 
 Forms of a start and its end: `X-start`, `X-done` of a collective or a copy; `async-start`, `async-update`,
 `async-done` with the operation in a computation; a TPU's fusions with the custom calls AsyncCollectiveStart and

@@ -51,7 +51,7 @@ def resolved(
     num_slices: int | None = None,
     capability: Capability | None = None,
 ) -> Values:
-    """Returns the values of `resolve`, not frozen, in a fourth of the time: for checks of many configurations.
+    """Returns the values of `resolve`, not frozen, in a tenth of the time, for checks of many configurations.
 
     `num_slices`: the number of slices; None for devices without slices (see `mesh_sizes.fill_mesh`). `capability`: the
     lowest compute capability of GPUs of NVIDIA; None if it is not known.
