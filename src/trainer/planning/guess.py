@@ -111,7 +111,7 @@ class Guesses:
         return (sent / bandwidth + between) * self._chip.devices
 
     def _recomputed(self, policy: str) -> float:
-        """Returns the share of the forward pass that a policy recomputes, from the widths of the tensors that it does not keep."""
+        """Returns the share of the forward pass that a policy recomputes, from the widths of tensors that it drops."""
         every, kept = self._widths["minimal_with_context"], self._widths[_OFFLOADS.get(policy, policy)]
         return 0.0 if policy == "none" else max(0.0, 1 - (sum(kept) - kept[0]) / (sum(every) - every[0]))
 
