@@ -282,6 +282,9 @@ class Config(Mapping[str, Any]):
     prefill_chunk_size: int
     prefix_caching_by_token: bool
     prefix_caching_hbm_byte: int
+    prepare_part_mib: float
+    prepare_workers: int
+    prepared_path: str
     process_id: int
     profile_periodically_period: int
     profiler: str

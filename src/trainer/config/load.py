@@ -34,6 +34,7 @@ from trainer.config.help import Question, explanation, help_text, question
 from trainer.config.keys import Config
 from trainer.config.maxtext import base_yml, verdicts
 from trainer.config.paths import path_problem
+from trainer.config.prepared import with_prepared
 from trainer.config.reader import Reader, Setting, merge
 from trainer.config.scale import growth, scaled
 from trainer.config.schema import Schema, schema
@@ -213,7 +214,11 @@ class Begun:
         if described:
             preset = read_words(reader, as_words(described.keys), described.where)
         values = merge(merge(self._values, preset), given)
-        config = _config(values) if preset else self.config
+        prepared = "prepared_path" in given and "prepared_path" not in reader.broken and self.config.prepared_path
+        if prepared and not path_problem(prepared):
+            values, mistakes = with_prepared(values, given)
+            reader.mistakes += mistakes
+        config = _config(values) if preset or prepared else self.config
         own = defaults_from_model(config)
         values |= {name: Setting(*own[name]) for name in own if values[name].where == DEFAULT}
         sized = scaled(values)

@@ -1,16 +1,34 @@
 """A corpus: documents of one kind, in any format, in one or more files."""
 
 import hashlib
+import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from trainer.data.documents import Record, is_held_out
 from trainer.data.readers import Columns, Part
 
 WHOLE_CONTENT = 256 << 20  # bytes; the fingerprint of a source up to this size reads all of it
 _ENDS = 1 << 16  # bytes that the fingerprint of a larger source reads at each end of a file
+
+
+class Piece(NamedTuple):
+    """Records of part `part` of a corpus, from cursor `start` to `stop`, see `Part.read`. They are the share `share` of
+    the part, after the share `first`. `weight`: their size."""
+
+    part: int
+    weight: float
+    start: int = 0
+    stop: int | None = None
+    first: float = 0.0
+    share: float = 1.0
+
+    def done(self, share: float) -> float:
+        """Returns the share of the piece that is read when `share` of the part is read."""
+        return min(1.0, max(0.0, (share - self.first) / self.share))
 
 
 @dataclass(frozen=True)
@@ -37,15 +55,36 @@ class Corpus:
         """Returns whether a record of the parts belongs to the corpus."""
         return not self.held_out or is_held_out(record.key(), self.held_out) == self.evaluates
 
-    def records(self, track: Callable[[float], None] = lambda share: None) -> Iterator[Record]:
-        """Yields the records in order. Calls `track` with the share read so far."""
-        total, before = sum(part.weight for part in self.parts), 0
-        for part in self.parts:
-            for _, share, record in part.read():
-                track((before + share * part.weight) / total)
+    def records(
+        self, track: Callable[[float], None] = lambda share: None, pieces: "Sequence[Piece] | None" = None
+    ) -> Iterator[Record]:
+        """Yields the records in order; of `pieces`, if given. Calls `track` with the share of them read so far."""
+        if pieces is None:
+            pieces = [Piece(i, part.weight) for i, part in enumerate(self.parts)]
+        total, before = sum(piece.weight for piece in pieces), 0.0
+        for piece in pieces:
+            for _, share, record in self.parts[piece.part].read(piece.start, piece.stop):
+                track((before + piece.done(share) * piece.weight) / total)
                 if self.wants(record):
                     yield record
-            before += part.weight
+            before += piece.weight
+
+    def pieces(self, size: int) -> list[list["Piece"]]:
+        """Returns all pieces of the corpus, in order, in groups of about `size` bytes; one group if `size` is 0. A part
+        that cannot be cut is one piece, so its group may be larger."""
+        groups: list[list[Piece]] = [[]]
+        total = 0.0
+        for i, part in enumerate(self.parts):
+            count = round(part.size / size) if size else 1
+            edges = [0, *(part.cuts(count) if count > 1 else ()), None]
+            for j, (start, stop) in enumerate(itertools.pairwise(edges)):
+                weight = part.size / (len(edges) - 1)
+                if size and groups[-1] and total + weight > size:
+                    groups.append([])
+                    total = 0.0
+                groups[-1].append(Piece(i, weight, start or 0, stop, j / (len(edges) - 1), 1 / (len(edges) - 1)))
+                total += weight
+        return groups
 
     @property
     def label(self) -> str:

@@ -293,7 +293,7 @@ class _Packed(grain.DatasetIterator):
                     read = 0
 
     def __next__(self) -> dict[str, Any]:
-        row, self._resume = next(self._rows)
+        row, self._resume, _ = next(self._rows)
         return row | {"counts": self._counts.take()}
 
     def get_state(self) -> dict[str, Any]:

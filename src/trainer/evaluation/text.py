@@ -15,7 +15,7 @@ from trainer.config.schema import schema
 from trainer.data.batches import eval_batches
 from trainer.data.dataset import open_dataset, text_encoder
 from trainer.data.documents import Counts, Document
-from trainer.data.prepare import encoded_documents
+from trainer.data.parts import documents_of
 from trainer.data.sources import open_source
 from trainer.data.tokenizer import Tokenizer
 from trainer.evaluation.model import EvaluatedModel
@@ -193,7 +193,7 @@ def _documents(config: Config, tokenizer: Tokenizer | None, say: Say, *, all_all
     if tokenize and tokenizer is None:
         raise UserError(f"{source.name}: text needs a tokenizer; give tokenizer_path or tokenizer_type")
     encoder, counts = text_encoder(config, tokenizer, columns, tokenize), Counts()
-    for document in encoded_documents(corpora, encoder, counts, lambda share: None):
+    for _, document in documents_of(corpora, encoder, counts):
         yield _without_end(document, tokenizer)
 
 

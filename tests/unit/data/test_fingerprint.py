@@ -36,6 +36,7 @@ CHANGES = [
     ("max_segments_per_seq", 1, FIT),
     ("max_target_length", 16, BYTES),
     ("packing", False, BYTES),
+    ("prepare_part_mib", 0.002, BYTES),
     ("reuse_example_batch", 1, BYTES),
     ("sft_train_on_completion_only", False, COLUMNS),
     ("tokenize_train_data", False, IDS | BYTES | {"tokenize_train_data": True, "train_data_columns": "text"}),
@@ -53,7 +54,7 @@ CHANGES = [
 # conversations, test_pairs.py those of pairs.
 ELSEWHERE = re.compile(
     r"dataset_|eval_|grain_(train|eval)_|grain_file_type|grain_worker_count|hf_|train_split|data_cache_directory|"
-    r"tokenizer_path|tokenize_eval_data|per_device_batch_size|num_epoch|"
+    r"tokenizer_path|tokenize_eval_data|prepared_path|prepare_workers|per_device_batch_size|num_epoch|"
     r"use_sft|use_dpo|dpo_|chat_template|formatting_func_|"
     r"mmap_|reset_attention_mask|eod_mask_loss|packing_max_segments_per_sample"
 )
@@ -81,7 +82,7 @@ def test_a_key_that_changes_the_rows_changes_the_fingerprint(tmp_path: Path, key
     if key == "tokenize_train_data":
         changed |= {"train_data_columns": "ids"}
     first, second = opened(tmp_path / "cache", **keys), opened(tmp_path / "cache", **changed)
-    unchanged = way == "prepared" and key == "grain_shuffle_buffer_size"
+    unchanged = (way, key) in (("prepared", "grain_shuffle_buffer_size"), ("streaming", "prepare_part_mib"))
     assert (first.fingerprint == second.fingerprint) == unchanged
     left, right = ([batch for batch, _ in batches(dataset, 12)] for dataset in (first, second))
     same = all(np.array_equal(a[name], b[name]) for a, b in zip(left, right, strict=True) for name in a)

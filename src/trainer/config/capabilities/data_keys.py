@@ -115,6 +115,16 @@ def _compiles(config: Config) -> bool:
     return bool(config.compile_topology)
 
 
+def _prepared_path(config: Config) -> str | None:
+    if not config.prepared_path:
+        return None
+    if config.data_pipeline == "streaming":
+        return "the rows are prepared; set data_pipeline=prepared"
+    if config.use_grpo:
+        return "trainer.grpo reads prompts, which are not prepared; leave it out, and name the prompts' files"
+    return None
+
+
 def _demands(kind: str, key: str) -> Problem:
     example = _NEEDED[kind][key]
 
@@ -207,13 +217,15 @@ ROWS = (
     Row(("grain_train_files", "hf_train_files"), step=False, path=Place.GLOBS),
     Row(("dataset_name", "hf_name", "hf_data_dir"), step=False, path=Place.ANY),  # relative to another path
     Row(("eval_split", "eval_data_columns", "tokenize_eval_data", "hf_eval_split"), Resume.AROUND, step=False),
-    Row(("data_cache_directory",), Resume.AROUND, step=False, path=Place.LOCAL),
+    Row(("data_cache_directory", "prepared_path"), Resume.AROUND, step=False, path=Place.LOCAL),
+    Row(("prepare_part_mib", "prepare_workers"), Resume.AROUND, step=False),  # a position identifies its rows
     Row(("grain_eval_files", "hf_eval_files"), Resume.AROUND, step=False, path=Place.GLOBS),
     Row(("eval_dataset_name",), Resume.AROUND, step=False, path=Place.ANY),
     Row(("num_epoch",), Resume.LENGTH, step=False),
 )
 CHECKS: tuple[Check, ...] = (
     (("dataset_type", "data_pipeline"), _pipeline),
+    (("prepared_path", "data_pipeline"), _prepared_path),
     (("num_epoch",), _passes),
     (("dataset_type", "dataset_path"), _demands("tfds", "dataset_path")),
     (("dataset_type", "dataset_name"), _demands("tfds", "dataset_name")),
@@ -276,7 +288,17 @@ def _other_type(kind: str) -> Callable[[Any], bool]:
     return lambda config: config.dataset_type != kind
 
 
+def _prepares_nothing(config: Config) -> bool:
+    return config.dataset_type == "synthetic" or bool(config.prepared_path or token_files(config))
+
+
 INERT = (
+    Inert(
+        ("prepare_part_mib", "prepare_workers"),
+        lambda c: _prepares_nothing(c) or (c.data_pipeline == "streaming" and c.eval_interval <= 0),
+        "nothing is prepared",
+    ),
+    Inert(("data_cache_directory",), lambda c: c.prepared_path, "prepared_path has the data"),
     Inert(("data_cache_directory",), lambda c: c.dataset_type == "synthetic", "dataset_type=synthetic stores nothing"),
     *(Inert(keys, _other_type(kind), f"dataset_type is not {kind}") for kind, keys in OWN_KEYS.items()),
     Inert(("train_split",), lambda c: c.dataset_type not in ("tfds", "hf"), "dataset_type is neither tfds nor hf"),
