@@ -16,7 +16,7 @@ from trainer.config.dump import to_flow, to_yaml
 from trainer.config.errors import UserError, closed_at_interrupt, command_line, exit_on_user_error, shortened
 from trainer.config.help import prints_usage
 from trainer.config.keys import Config
-from trainer.config.load import Loaded, begin
+from trainer.config.load import Loaded, begin, unchecked
 from trainer.config.paths import local_path
 from trainer.config.prepared import CONFIG, DETERMINING, MANIFEST, keys_in
 from trainer.config.words import counted, visible
@@ -61,14 +61,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _loaded(words: Sequence[str]) -> tuple[Loaded, Kind]:
     """Returns the configuration, and the command that trains on its rows. Raises UserError if it has no such rows."""
-    config = begin(words, os.environ).config
+    config = unchecked(words, os.environ)
     kind = SFT if config.use_sft else DPO if config.use_dpo else TRAIN
-    begun = begin(words, os.environ, kind.defaults)
-    config = begun.config
-    kind.check(config)
     problem = None
     if config.prepared_path:
         problem = f"prepared_path={shortened(config.prepared_path)}: its data are prepared; leave it out"
+    elif config.use_grpo:
+        problem = "use_grpo=true: trainer.grpo reads its prompts directly; there is nothing to prepare"
     elif config.data_pipeline == "streaming":
         problem = "data_pipeline=streaming tokenizes during training; leave it out"
     elif config.dataset_type == "synthetic":
@@ -77,6 +76,8 @@ def _loaded(words: Sequence[str]) -> tuple[Loaded, Kind]:
         problem = f"grain_file_type={config.grain_file_type}: training reads these files without preparation"
     if problem:
         raise UserError(problem)
+    begun = begin(words, os.environ, kind.defaults)
+    kind.check(begun.config)
     if not begun.path:
         return begun.end(), kind
     leave_out_absent_tpu()

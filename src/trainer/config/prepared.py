@@ -28,24 +28,23 @@ _KEYS = (
 DETERMINING = (*_KEYS, "chat_template", "chat_template_path", "formatting_func_path", "formatting_func_kwargs")
 
 
-def with_prepared(values: dict[str, Setting], given: Mapping[str, Setting]) -> tuple[dict[str, Setting], list[str]]:
-    """Returns `values` with the keys of the folder at prepared_path, and one line for each key that contradicts it.
+def of_prepared(
+    place: str, known: Mapping[str, Setting], given: Mapping[str, Setting]
+) -> tuple[dict[str, Setting], list[str]]:
+    """Returns the settings of the folder `place`, and one line for each key that contradicts them.
 
     Args:
-      values: the settings of all keys.
-      given: the settings that the user gives.
+      known: the settings of all keys; `given`: those that the user gives.
 
     Raises:
       UserError: the folder cannot be read.
     """
-    place = values["prepared_path"].value
-    where = f"prepared_path={place}"
-    saved = saved_keys(place)
+    where, saved = f"prepared_path={place}", saved_keys(place)
     mistakes = [
         f"{where} was prepared with {method}={to_flow(saved[method])}, and this command has "
-        f"{method}={to_flow(values[method].value)}: prepared rows belong to one command ({', '.join(METHODS[method])})"
-        for method in METHODS
-        if saved[method] != values[method].value
+        f"{method}={to_flow(known[method].value)}: {command} trains on rows with {method}=true"
+        for method, (command, _) in METHODS.items()
+        if saved[method] != known[method].value
     ]
     for name in DETERMINING:
         if name in given and to_flow(given[name].value) != to_flow(saved[name]):
@@ -53,13 +52,12 @@ def with_prepared(values: dict[str, Setting], given: Mapping[str, Setting]) -> t
                 f"{name}={shortened(to_flow(given[name].value))} ({given[name].where}), but {where} was prepared with "
                 f"{shortened(to_flow(saved[name]))}; leave it out, or prepare the data again"
             )
-    tokenizer = str(local_path(place) / TOKENIZER)
-    taken = {name: Setting(saved[name], where) for name in _KEYS}
-    if saved["tokenizer_type"] != "bytes" and "tokenizer_path" not in given:
-        path = local_path(saved["tokenizer_path"])
-        there = not saved["tokenizer_path"] or path.exists()
-        taken["tokenizer_path"] = Setting(saved["tokenizer_path"] if there else tokenizer, where)
-    return values | taken, mistakes
+    settings = {name: Setting(saved[name], where) for name in _KEYS}
+    if saved["tokenizer_type"] != "bytes":
+        path = saved["tokenizer_path"]
+        there = not path or local_path(path).exists()
+        settings["tokenizer_path"] = Setting(path if there else str(local_path(place) / TOKENIZER), where)
+    return settings, mistakes
 
 
 def saved_keys(place: str) -> dict[str, Any]:
@@ -67,8 +65,8 @@ def saved_keys(place: str) -> dict[str, Any]:
     folder = local_path(place, "prepared_path=")
     if not (folder / MANIFEST).is_file():
         raise UserError(
-            f"prepared_path={place}: it has no {MANIFEST}, so trainer.prepare has not made it, or not completed it; the "
-            "same trainer.prepare command continues"
+            f"prepared_path={place}: it has no {MANIFEST}, so trainer.prepare has not made it, or not completed it: "
+            "repeat that command"
         )
     return keys_in(folder)
 

@@ -48,7 +48,7 @@ def ensure(
             try:
                 commit(temporary, folder, build(temporary))
             except BaseException as error:
-                if not (continues and isinstance(error, KeyboardInterrupt)):
+                if not (continues and isinstance(error, KeyboardInterrupt | Unfinished)):
                     shutil.rmtree(temporary, ignore_errors=True)
                 raise
     except OSError as error:
@@ -87,6 +87,10 @@ def read_meta(folder: Path) -> dict[str, Any]:
 def damaged(folder: Path, name: str, what: str) -> UserError:
     """Returns the error for file `name` of a prepared folder. `what` continues the sentence after the name."""
     return UserError(f"prepared data: {folder / name} {what}; delete {folder} and the next run prepares it again")
+
+
+class Unfinished(UserError):
+    """The work was interrupted; the same command continues it."""
 
 
 @contextlib.contextmanager

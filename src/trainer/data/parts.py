@@ -167,7 +167,7 @@ def _in_processes(
             for i in left:
                 progress(i, 1.0 if i in done else shares[i])
     except BrokenProcessPool as error:
-        raise UserError(
+        raise cache.Unfinished(
             "a process that prepares data died, perhaps because the memory is full: set a smaller prepare_workers; the "
             "same command continues with the remaining parts"
         ) from error

@@ -6,7 +6,7 @@ config.yml has the keys, and tokenizer/ the tokenizer's files.
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,19 +132,23 @@ def open_place(config: Config) -> tuple[Prepared, Tokenizer | None]:
         )
     if not has_tokenizer:
         return prepared, None
-    own = "" if config.tokenizer_type == "bytes" else str(place / TOKENIZER)
-    settings = {"add_bos": config.add_bos, "add_eos": config.add_eos}
-    tokenizer = load_tokenizer(own, config.tokenizer_type, **settings)
-    if (now := short(tokenizer.fingerprint)) != (then := prepared.identity.get("tokenizer")):
-        raise UserError(
-            f"{place / TOKENIZER} is damaged: its fingerprint was {then} and is {now}; prepare the data again"
-        )
+    tokenizer = tokenizer_of(place, prepared, config)
     given = config.tokenizer_path
     if given and local_path(given).exists() and config.tokenizer_type != "bytes":
-        other = load_tokenizer(given, config.tokenizer_type, **settings)
+        other = load_tokenizer(given, config.tokenizer_type, add_bos=config.add_bos, add_eos=config.add_eos)
         if other.fingerprint != tokenizer.fingerprint:
             raise UserError(f"tokenizer_path={given} is not the tokenizer of prepared_path={place}; leave it out")
     return prepared, tokenizer
+
+
+def tokenizer_of(place: Path, prepared: Prepared, keys: Mapping[str, Any]) -> Tokenizer:
+    """Returns the tokenizer in the folder `place`. `keys`: the configuration. Raises UserError if it is damaged."""
+    kind, folder = keys["tokenizer_type"], place / TOKENIZER
+    settings = {"add_bos": keys["add_bos"], "add_eos": keys["add_eos"]}
+    tokenizer = load_tokenizer("" if kind == "bytes" else str(folder), kind, **settings)
+    if (now := short(tokenizer.fingerprint)) != (then := prepared.identity.get("tokenizer")):
+        raise UserError(f"{folder} is damaged: its hash was {then} and is {now}; prepare the data again")
+    return tokenizer
 
 
 def short(facts: Any) -> str:

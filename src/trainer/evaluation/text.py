@@ -158,7 +158,7 @@ def _with_data(config: Config, spec: Spec) -> Config:
     values = spec.data
     if not values:
         return config
-    merged = dict(config)
+    merged = {**config, "prepared_path": ""}
     if spec.documents:
         merged |= {name: schema().keys[name].default for name in _HELD_OUT} | {"held_out_share": 0.0}
     if "grain_train_files" in values:
@@ -181,6 +181,11 @@ def _documents(config: Config, tokenizer: Tokenizer | None, say: Say, *, all_all
             for i, segments in enumerate(batch["inputs_segmentation"]):
                 yield from _segments({name: array[i] for name, array in batch.items()}, segments)
         return
+    if config.prepared_path:
+        raise UserError(
+            f"prepared_path={config.prepared_path} has rows, and {TEXT} evaluates whole documents: name a file with "
+            "kind: text and data of its own; eval_interval evaluates the held-out rows"
+        )
     source = open_source(config, say)
     if not source.evaluation and not all_allowed:
         raise UserError(

@@ -30,10 +30,8 @@ def mixture_lines(config: Config, dataset: Dataset) -> Iterator[str]:
     resolved."""
     for component in dataset.mixture:
         passes = float(config.steps * _rows(config)) * component.share / component.rows
-        yield (
-            f"{component.label}: {component.share:.1%} of the rows; this run takes "
-            f"{passes * component.tokens:,.0f} trained tokens from it, {passes:.3g} passes over {component.tokens:,}"
-        )
+        tokens = f"{passes * component.tokens:,.0f} trained tokens, {passes:.2g} passes over {component.tokens:,}"
+        yield f"mixture      {component.share:.1%} of the rows from {component.label}: {tokens}"
 
 
 def _rows(config: Config) -> Fraction:

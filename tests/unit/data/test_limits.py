@@ -8,7 +8,7 @@ import pytest
 from sample_data import opened
 
 from trainer.config.errors import UserError
-from trainer.data import parts
+from trainer.data import parts, prepare
 
 DOCUMENTS = 40
 TEXTS = [[f"{name}{i} " * 5 for i in range(DOCUMENTS)] for name in ("first", "second")]
