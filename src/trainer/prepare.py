@@ -47,15 +47,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         _say(line)
     kind.prepare(loaded, _say)
     _begin(place, loaded.config)
-    done = ""
-
-    def close() -> None:
-        if not done:
-            _say("the same command continues")
-
-    with closed_at_interrupt(close):
-        done = _prepare(loaded.config, place, kind)
-    print(visible(done))
+    ended: list[str] = []
+    with closed_at_interrupt(lambda: ended or _say("the same command continues")):  # type: ignore[func-returns-value]
+        try:
+            line = _prepare(loaded.config, place, kind)
+        finally:
+            ended.append("also after an error")
+    print(visible(line))
     print(f"train on it: python -m trainer.{kind.command} base.yml prepared_path={visible(outs[-1])} ...")
 
 
