@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.capabilities.chat_keys import METHODS
-from trainer.config.capabilities.data_keys import OWN_KEYS
+from trainer.config.capabilities.data_keys import FILTERS, OWN_KEYS
 from trainer.config.dump import to_flow
 from trainer.config.errors import UserError, shortened
 from trainer.config.limits import JSON_BYTES
@@ -24,8 +24,9 @@ _KEYS = (
     *("max_segments_per_seq", "use_truncation", "max_target_length", "sft_train_on_completion_only", "batch_invariant"),
     "prepare_part_mib",
 )
-# All keys that determine the rows. What training needs of the last four is in the folder's tokenizer.
-DETERMINING = (*_KEYS, "chat_template", "chat_template_path", "formatting_func_path", "formatting_func_kwargs")
+_TEMPLATES = ("chat_template", "chat_template_path", "formatting_func_path", "formatting_func_kwargs")
+# All keys that determine the rows. Training needs the first ones, and the template, which is in the tokenizer's files.
+DETERMINING = (*_KEYS, *_TEMPLATES, *FILTERS)
 
 
 def of_prepared(

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from trainer.data.documents import Record, is_held_out
+from trainer.data.documents import Counts, Record, is_held_out
+from trainer.data.filters import Filters
 from trainer.data.readers import Columns, Part
 
 WHOLE_CONTENT = 256 << 20  # bytes; the fingerprint of a source up to this size reads all of it
@@ -42,6 +43,7 @@ class Corpus:
       columns: the columns of a record.
       held_out: the share of records held out for evaluation; 0 if evaluation has separate documents.
       evaluates: whether this corpus is the held-out share; otherwise it is the remaining share.
+      filters: change and drop records; None: all records are kept unchanged.
     """
 
     name: str
@@ -50,23 +52,32 @@ class Corpus:
     columns: Columns = ("text",)
     held_out: float = 0.0
     evaluates: bool = False
+    filters: Filters | None = None
 
-    def wants(self, record: Record) -> bool:
-        """Returns whether a record of the parts belongs to the corpus."""
-        return not self.held_out or is_held_out(record.key(), self.held_out) == self.evaluates
+    def taken(self, record: Record, counts: Counts) -> Record | None:
+        """Returns a record of the parts as it is encoded; None if it is not in the corpus, or if a filter drops it,
+        which is counted."""
+        found = self.filters.apply(record, self.columns, counts) if self.filters else record
+        if found is None or (self.held_out and is_held_out(found.key(), self.held_out) != self.evaluates):
+            return None
+        return found
 
     def records(
-        self, track: Callable[[float], None] = lambda share: None, pieces: "Sequence[Piece] | None" = None
+        self,
+        track: Callable[[float], None] = lambda share: None,
+        pieces: "Sequence[Piece] | None" = None,
+        counts: Counts | None = None,
     ) -> Iterator[Record]:
-        """Yields the records in order; of `pieces`, if given. Calls `track` with the share of them read so far."""
+        """Yields the records in order; of `pieces`, if given. Calls `track` with the share of them read so far, and
+        adds dropped records to `counts`."""
         if pieces is None:
             pieces = [Piece(i, part.weight) for i, part in enumerate(self.parts)]
-        total, before = sum(piece.weight for piece in pieces), 0.0
+        total, before, counts = sum(piece.weight for piece in pieces), 0.0, counts or Counts()
         for piece in pieces:
             for _, share, record in self.parts[piece.part].read(piece.start, piece.stop):
                 track((before + piece.done(share) * piece.weight) / total)
-                if self.wants(record):
-                    yield record
+                if (found := self.taken(record, counts)) is not None:
+                    yield found
             before += piece.weight
 
     def pieces(self, size: int) -> list[list["Piece"]]:
@@ -98,8 +109,9 @@ class Corpus:
     @property
     def identity(self) -> str:
         """The fingerprint, and the share of the records in this corpus."""
+        filters = f" {self.filters.identity}" if self.filters else ""
         restored = " restored" if any(part.restores for part in self.parts) else ""
-        return f"{self.fingerprint} {self.columns} {self.held_out} {self.evaluates}{restored}"
+        return f"{self.fingerprint} {self.columns} {self.held_out} {self.evaluates}{restored}{filters}"
 
 
 def file_fingerprint(paths: Sequence[Path], also: str = "") -> str:

@@ -163,8 +163,7 @@ def _build(work: Work, workers: int, say: Progress) -> dict[str, Any]:
     workers = workers or os.cpu_count() or 1
     parts = f" in {len(work.parts)} parts" if len(work.parts) > 1 else ""
     say(f"tokenizing and packing {name}{parts}")
-    with Bar(say, name) as bar:
-        written = write_parts(work, workers, bar, bar.start)
+    written = write_parts(work, workers, name, say)
     totals, counts = total(written, work.encoder.noun)
     if not totals.rows:
         raise no_text(corpora, counts, packing)
@@ -201,6 +200,8 @@ def no_text(corpora: Sequence[Corpus], counts: Counts, packing: Packing) -> User
     if counts.unlearnt:
         lines = "\n".join([*counts.notes(), counts.unlearnt])
         return UserError(f"{_label(corpora)}: there is nothing to learn from:\n{lines}")
+    if counts.noticed:
+        return UserError("\n".join([f"{_label(corpora)}: nothing is left:", *counts.notes()]))
     if first.held_out:
         hint = (
             "; set a larger held_out_share" if first.evaluates else "; fill the column, or set a smaller held_out_share"

@@ -285,8 +285,8 @@ class _Packed(grain.DatasetIterator):
                     f"{self._corpus.label}: this process's share has no document with text: {read - 1:,} records in "
                     "succession are empty or held out; use fewer processes or workers, or data_pipeline=prepared"
                 )
-            record = next(self._parent)
-            if self._corpus.wants(record):
+            record = self._corpus.taken(next(self._parent), self._counts)
+            if record is not None:
                 (document,) = self._encoder.encode([record], self._counts)
                 if document is not None:
                     yield state, document

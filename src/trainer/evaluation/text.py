@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from trainer.config.capabilities.data_keys import FILTERS
 from trainer.config.capabilities.token_keys import token_files
 from trainer.config.check import contradictions
 from trainer.config.errors import UserError, report
@@ -158,7 +159,8 @@ def _with_data(config: Config, spec: Spec) -> Config:
     values = spec.data
     if not values:
         return config
-    merged = {**config, "prepared_path": ""}
+    unfiltered = {name: schema().keys[name].default for name in ("prepared_path", *FILTERS)}
+    merged = {**config, **unfiltered}
     if spec.documents:
         merged |= {name: schema().keys[name].default for name in _HELD_OUT} | {"held_out_share": 0.0}
     if "grain_train_files" in values:

@@ -29,6 +29,11 @@ CHANGES = [
     ("batch_invariant", True, BYTES | {"max_target_length": 256}),
     ("data_pipeline", "prepared", BYTES),
     ("data_shuffle_seed", 1, BYTES),
+    ("document_filter", "filters_of_tests:shout", BYTES),
+    ("document_max_length", 60, BYTES),
+    ("document_min_length", 60, BYTES),
+    ("document_normalization", "NFKC", BYTES),
+    ("drop_duplicates", True, BYTES),
     ("enable_data_shuffling", False, BYTES),
     ("grain_packing_type", "best_fit", BYTES),
     ("grain_shuffle_buffer_size", 3, BYTES),
@@ -72,17 +77,21 @@ def test_every_key_that_changes_rows_is_among_the_changes():
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("key", "value", "others"), CHANGES, ids=[key for key, _, _ in CHANGES])
 def test_a_key_that_changes_the_rows_changes_the_fingerprint(tmp_path: Path, key, value, others: dict, way: str):
-    rows = [{"text": document(i), "more": document(i + 1), "ids": [i, 2 * i, 3]} for i in range(20)]
+    rows = [{"text": document(i) + "\ufb01", "more": document(i + 1), "ids": [i, 2 * i, 3]} for i in range(20)]
+    rows.append(rows[7])
     write_records(tmp_path / "a.jsonl", "jsonl", rows)
     keys = {"dataset_type": "grain", "grain_file_type": "jsonl", "grain_train_files": tmp_path / "a.jsonl"}
     keys |= {"data_pipeline": way, "tokenize_eval_data": "tokenize_train_data" not in others} | others
+    if (way, key) == ("streaming", "drop_duplicates"):
+        value = False  # true is refused
     if key == "data_pipeline":
         value = WAYS[way == WAYS[0]]
     changed = keys | {key: value}
     if key == "tokenize_train_data":
         changed |= {"train_data_columns": "ids"}
     first, second = opened(tmp_path / "cache", **keys), opened(tmp_path / "cache", **changed)
-    unchanged = (way, key) in (("prepared", "grain_shuffle_buffer_size"), ("streaming", "prepare_part_mib"))
+    without_effect = {"prepared": ["grain_shuffle_buffer_size"], "streaming": ["prepare_part_mib", "drop_duplicates"]}
+    unchanged = key in without_effect[way]
     assert (first.fingerprint == second.fingerprint) == unchanged
     left, right = ([batch for batch, _ in batches(dataset, 12)] for dataset in (first, second))
     same = all(np.array_equal(a[name], b[name]) for a, b in zip(left, right, strict=True) for name in a)
