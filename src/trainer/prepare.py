@@ -26,17 +26,18 @@ from trainer.runtime.platforms import leave_out_absent_tpu
 from trainer.sft import SFT
 from trainer.train import TRAIN, Kind
 
-_OUT = "out="
+_OUT, _BEAM = "out=", "beam="
 
 
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line `argv` (default: the arguments of the process)."""
     given = command_line(argv)
-    words = [word for word in given if not word.startswith(_OUT)]
+    words = [word for word in given if not word.startswith((_OUT, _BEAM))]
     if prints_usage("prepare", words):
         return
     outs = [word.removeprefix(_OUT) for word in given if word.startswith(_OUT)]
+    beams = [word.removeprefix(_BEAM) for word in given if word.startswith(_BEAM)]
     if not outs or not outs[-1]:
         raise UserError("out=FOLDER is missing: the folder to write, for prepared_path=FOLDER of a training command")
     if "://" in outs[-1]:
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ended: list[str] = []
     with closed_at_interrupt(lambda: ended or _say("the same command continues")):  # type: ignore[func-returns-value]
         try:
-            line = _prepare(loaded.config, place, kind)
+            line = _prepare(loaded.config, place, kind, beams[-1] if beams else None)
         finally:
             ended.append("also after an error")
     print(visible(line))
@@ -104,14 +105,14 @@ def _begin(place: Path, config: Config) -> None:
         raise UserError(f"{_OUT}{place}: cannot be written: {error.strerror or error}") from error
 
 
-def _prepare(config: Config, place: Path, kind: Kind) -> str:
+def _prepare(config: Config, place: Path, kind: Kind, beam: str | None) -> str:
     """Prepares the rows in `place`, and returns a line about them."""
     from trainer.data.dataset import text_encoder
     from trainer.data.opened import open_documents
     from trainer.data.prepared import read_place, write_place
 
     encoder = kind.encoder() if kind.encoder else text_encoder
-    opened = open_documents(config, place, _say, encoder)
+    opened = open_documents(config, place, _say, encoder, beam)
     prepared = opened.prepare(_say)
     if (place / MANIFEST).is_file():
         then, _ = read_place(place)

@@ -7,7 +7,8 @@ from trainer.config.keys import Config
 from trainer.data.dataset import MakeEncoder, Say, alignment, no_evaluation, words
 from trainer.data.documents import Encoder
 from trainer.data.packing import Packing
-from trainer.data.prepare import FORMAT, Cut, Rows, open_rows, open_tokenizer
+from trainer.data.parts import Cut
+from trainer.data.prepare import FORMAT, Rows, open_rows, open_tokenizer
 from trainer.data.prepared import Prepared, short
 from trainer.data.sources import Source, open_source
 from trainer.data.tokenizer import Tokenizer
@@ -55,8 +56,9 @@ class Opened(NamedTuple):
         return Prepared(source.name, labels, source.weights, train, *own)
 
 
-def open_documents(config: Config, root: Path, say: Say, make_encoder: MakeEncoder) -> Opened:
+def open_documents(config: Config, root: Path, say: Say, make_encoder: MakeEncoder, beam: str | None = None) -> Opened:
     """Opens the documents, the tokenizer and the held-out rows. The last two are stored in `root`, if they are new.
+    `beam`: see `Cut`.
 
     Raises UserError if keys, a file, the disk or an earlier prepared folder prevent it.
     """
@@ -70,7 +72,7 @@ def open_documents(config: Config, root: Path, say: Say, make_encoder: MakeEncod
         config.use_truncation,
         alignment(config),
     )
-    cut = Cut(round(config.prepare_part_mib * 2**20), config.prepare_workers)
+    cut = Cut(round(config.prepare_part_mib * 2**20), config.prepare_workers, beam)
     evaluation = None
     if config.eval_interval > 0:
         if not source.evaluation:

@@ -7,6 +7,7 @@ import functools
 import itertools
 import multiprocessing
 import os
+import platform
 import shutil
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trainer.config.errors import UserError
-from trainer.data import cache
+from trainer.data import beam, cache
 from trainer.data.bar import Bar
 from trainer.data.corpus import Corpus, Piece
 from trainer.data.documents import Counts, Document, Encoder, Record
@@ -56,6 +57,20 @@ class Work:
     def place(self, i: int) -> Path:
         """Returns the folder of part `i`: `folder` itself if there is only one."""
         return self.folder / f"part-{i:05}" if len(self.parts) > 1 else self.folder
+
+
+class Cut(NamedTuple):
+    """How the work is divided.
+
+    Attributes:
+      size: each part has about this many bytes of the data's files; 0: one part.
+      workers: the most processes; 0: one for each core.
+      beam: Apache Beam's options, if Beam prepares the parts.
+    """
+
+    size: int = 0
+    workers: int = 1
+    beam: str | None = None
 
 
 class Totals(NamedTuple):
@@ -133,11 +148,10 @@ def documents_of(
                 yield record.where, document
 
 
-def write_parts(work: Work, workers: int, label: str, say: Callable[[str], None]) -> list[Written]:
+def write_parts(work: Work, cut: Cut, label: str, say: Callable[[str], None]) -> list[Written]:
     """Writes the rows of all parts. Parts that an earlier call finished are kept.
 
     Args:
-      workers: the most processes to use.
       label: the name of the data, for progress; `say` gets lines of progress.
 
     Raises:
@@ -148,24 +162,26 @@ def write_parts(work: Work, workers: int, label: str, say: Callable[[str], None]
         work.duplicates.mkdir(exist_ok=True)
         hashed = [i for i in every if has_hashes(work.duplicates, i)]
         with Bar(say, f"duplicates in {label}") as bar:
-            _each(_hash, work, hashed, workers, bar)
+            _each(_hash, work, hashed, cut, bar)
             merge(work.duplicates, len(work.parts))
     with Bar(say, label) as bar:
         if len(work.parts) == 1:
             written = [_write_part(work, 0, work.folder, bar)]
         else:
-            done = {i: found for i in every if (found := _finished(work.place(i)))}
-            done |= _each(_commit, work, [*done], workers, bar)
-            written = [Written.read(done[i]) for i in every]
+            done = [i for i in every if _is_finished(work.place(i))]
+            _each(_commit, work, done, cut, bar)
+            written = [Written.read(cache.read_meta(work.place(i))) for i in every]
+            for leftover in work.folder.glob("part-*.tmp"):
+                shutil.rmtree(leftover)
     shutil.rmtree(work.duplicates, ignore_errors=True)
     return written
 
 
-Task = Callable[[Work, int, Callable[[float], None]], dict[str, Any]]
+Task = Callable[[Work, int, Callable[[float], None]], None]
 
 
-def _each(task: Task, work: Work, done: Sequence[int], workers: int, bar: Bar) -> dict[int, dict[str, Any]]:
-    """Calls `task` for each part that is not in `done`, in up to `workers` processes. Returns the results."""
+def _each(task: Task, work: Work, done: Sequence[int], cut: Cut, bar: Bar) -> None:
+    """Calls `task` for each part that is not in `done`."""
     sizes = np.array([sum(piece.weight for _, piece in part) for part in work.parts])
     shares = np.zeros(len(sizes))
     shares[[*done]] = 1.0
@@ -176,26 +192,35 @@ def _each(task: Task, work: Work, done: Sequence[int], workers: int, bar: Bar) -
         shares[i] = share
         bar(float(shares @ sizes / sizes.sum()))
 
-    if min(workers, len(left)) > 1:
-        return _in_processes(task, work, left, min(workers, len(left)), progress)
-    return {i: task(work, i, functools.partial(progress, i)) for i in left}
+    workers = min(cut.workers or os.cpu_count() or 1, len(left))
+    if cut.beam is not None and left:
+        beam.run(functools.partial(_without_progress, task, work), left, cut.beam, work.folder)
+    elif workers > 1:
+        _in_processes(task, work, left, workers, progress)
+    else:
+        for i in left:
+            task(work, i, functools.partial(progress, i))
+
+
+def _without_progress(task: Task, work: Work, i: int) -> None:
+    task(work, i, lambda share: None)
 
 
 def _in_processes(
     task: Task, work: Work, left: Sequence[int], workers: int, progress: Callable[[int, float], None]
-) -> dict[int, dict[str, Any]]:
+) -> None:
     context = multiprocessing.get_context("spawn")
     shares = context.Array("d", len(work.parts), lock=False)
     others = {*multiprocessing.active_children()}
     pool = ProcessPoolExecutor(workers, context, _begin_worker, (work, shares, os.getpid()))
     pending = {pool.submit(_in_worker, task, i): i for i in left}
-    done: dict[int, dict[str, Any]] = {}
+    done = set()
     try:
         while pending:
             ended, _ = wait(pending, _LOOK, FIRST_COMPLETED)
             for future in ended:
-                i = pending.pop(future)
-                done[i] = future.result()
+                future.result()
+                done.add(pending.pop(future))
             for i in left:
                 progress(i, 1.0 if i in done else shares[i])
     except BrokenProcessPool as error:
@@ -207,7 +232,6 @@ def _in_processes(
         for process in {*multiprocessing.active_children()} - others:
             process.terminate()  # a part may take minutes, and the next run makes it again
         pool.shutdown(cancel_futures=True)
-    return done
 
 
 _WORK: list[Any] = []  # in a worker: the work, and the share of each part that is done
@@ -220,43 +244,46 @@ def _begin_worker(work: Work, shares: Any, parent: int) -> None:
     _WORK[:] = work, shares
 
 
-def _in_worker(task: Task, i: int) -> dict[str, Any]:
+def _in_worker(task: Task, i: int) -> None:
     work, shares = _WORK
 
     def track(share: float) -> None:
         shares[i] = share
 
     try:
-        return task(work, i, track)
+        task(work, i, track)
     except UserError as error:
         raise UserError(str(error)) from None  # some subclasses cannot be pickled
 
 
-def _finished(folder: Path) -> dict[str, Any] | None:
-    """Returns what an earlier call wrote into the folder of a part; None if it is not there or damaged."""
+def _is_finished(folder: Path) -> bool:
+    """Returns whether an earlier call wrote the folder of a part. Removes it if it is damaged."""
     if not folder.exists():
-        return None
+        return False
     try:
-        return cache.read_meta(folder)
+        cache.read_meta(folder)
     except UserError:
         shutil.rmtree(folder)
-        return None
+        return False
+    return True
 
 
-def _hash(work: Work, i: int, track: Callable[[float], None]) -> dict[str, Any]:
+def _hash(work: Work, i: int, track: Callable[[float], None]) -> None:
     write_hashes(work.duplicates, i, records_of(work.corpora, work.parts[i], Counts(), track))
-    return {}
 
 
-def _commit(work: Work, i: int, track: Callable[[float], None]) -> dict[str, Any]:
-    """Writes a part into a new folder, which gets its name when it is complete. Returns `Written.as_dict`."""
+def _commit(work: Work, i: int, track: Callable[[float], None]) -> None:
+    """Writes a part into a new folder, which gets its name when it is complete, unless another process was first."""
     folder = work.place(i)
-    temporary = folder.with_name(folder.name + ".tmp")
+    temporary = folder.with_name(f"{folder.name}.{platform.node()}-{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
-    written = _write_part(work, i, temporary, track).as_dict()
-    cache.commit(temporary, folder, written)
-    return written
+    try:
+        cache.commit(temporary, folder, _write_part(work, i, temporary, track).as_dict())
+    except OSError:
+        if not folder.exists():
+            raise
+        shutil.rmtree(temporary)
 
 
 def _write_part(work: Work, i: int, folder: Path, track: Callable[[float], None]) -> Written:

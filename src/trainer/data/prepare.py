@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,7 +20,7 @@ from trainer.data.cache import Progress
 from trainer.data.corpus import Corpus
 from trainer.data.documents import Counts, Encoder
 from trainer.data.packing import Packing
-from trainer.data.parts import Work, documents_of, parts_of, total, write_parts
+from trainer.data.parts import Cut, Work, documents_of, parts_of, total, write_parts
 from trainer.data.rows import FILE, SUMS, StoredRows
 from trainer.data.tokenizer import MIN_VOCAB_SIZE, Tokenizer, train_bpe
 from trainer.data.tokenizer_files import load_tokenizer
@@ -102,14 +101,6 @@ class Rows(NamedTuple):
     source: StoredRows
 
 
-class Cut(NamedTuple):
-    """How the work is divided: into parts of about `size` bytes, 0: one part, for up to `workers` processes, 0: one for
-    each core."""
-
-    size: int = 0
-    workers: int = 1
-
-
 def open_rows(
     corpora: Sequence[Corpus],
     encoder: Encoder,
@@ -139,7 +130,7 @@ def open_rows(
             identity["parts"] = len(parts)  # the pieces may be many
 
         def build(temporary: Path) -> dict[str, Any]:
-            return identity | _build(Work(corpora, encoder, packing, parts, temporary), cut.workers, say)
+            return identity | _build(Work(corpora, encoder, packing, parts, temporary), cut, say)
 
         cache.ensure(folder, build, say, continues=len(parts) > 1)
     return read_rows(folder)
@@ -157,13 +148,12 @@ def read_rows(folder: Path, limit: int = 1 << 31) -> Rows:
     return Rows(folder, meta, StoredRows(stored, limit))
 
 
-def _build(work: Work, workers: int, say: Progress) -> dict[str, Any]:
+def _build(work: Work, cut: Cut, say: Progress) -> dict[str, Any]:
     """Writes the rows of all parts and returns their entries of META. Raises UserError if no token bears loss."""
     corpora, packing, name = work.corpora, work.packing, _label(work.corpora)
-    workers = workers or os.cpu_count() or 1
     parts = f" in {len(work.parts)} parts" if len(work.parts) > 1 else ""
     say(f"tokenizing and packing {name}{parts}")
-    written = write_parts(work, workers, name, say)
+    written = write_parts(work, cut, name, say)
     totals, counts = total(written, work.encoder.noun)
     if not totals.rows:
         raise no_text(corpora, counts, packing)

@@ -138,7 +138,10 @@ def test_finished_parts_are_kept_and_damaged_ones_are_made_again(tmp_path: Path,
     def failing(folder: Path, *args, **settings):
         if len(written) == 3:
             raise KeyboardInterrupt
-        written.append(folder.name)
+        return counting(folder, *args, **settings)
+
+    def counting(folder: Path, *args, **settings):
+        written.append(folder.name.partition(".")[0])
         return write(folder, *args, **settings)
 
     monkeypatch.setattr(parts, "write", failing)
@@ -147,11 +150,13 @@ def test_finished_parts_are_kept_and_damaged_ones_are_made_again(tmp_path: Path,
     (temporary,) = (tmp_path / "cache").glob("train-*.tmp")
     with (temporary / "part-00001" / "rows.npy").open("ab") as file:
         file.write(b"x")
-    monkeypatch.setattr(parts, "write", lambda *args, **rest: written.append(args[0].name) or write(*args, **rest))
+    monkeypatch.setattr(
+        parts, "write", lambda *args, **rest: written.append(args[0].name.partition(".")[0]) or write(*args, **rest)
+    )
     opened(tmp_path / "cache", **keys)
-    assert written[:3] == [f"part-0000{i}.tmp" for i in range(3)]
-    assert written[3] == "part-00001.tmp"
-    assert written[4] == "part-00003.tmp"
+    assert written[:3] == [f"part-0000{i}" for i in range(3)]
+    assert written[3] == "part-00001"
+    assert written[4] == "part-00003"
     assert len(written) == len({*written}) + 1
     opened(tmp_path / "other", **keys)
     assert files_of(tmp_path / "cache") == files_of(tmp_path / "other")

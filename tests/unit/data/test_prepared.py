@@ -1,6 +1,7 @@
 """A folder of trainer.prepare: what training reads of it, and what is refused."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,10 @@ from trainer.data.prepared import read_place
 
 KEYS = {"dataset_type": "grain", "grain_file_type": "jsonl", "max_target_length": LENGTH, "vocab_size": 300}
 KEYS |= {"prepare_part_mib": 0.002, "prepare_workers": 1, "held_out_share": 0.2}
+
+
+PARTS = ("dataset_type=grain", "grain_train_files=a.jsonl", "grain_file_type=jsonl", "prepare_part_mib=0.0001")
+PARTS += ("prepare_workers=1", "tokenizer_type=bytes", "eval_interval=-1", "held_out_share=0")
 
 
 def words_of(keys: dict[str, Any]) -> list[str]:
@@ -170,6 +175,10 @@ def test_the_same_command_again_changes_nothing_and_another_is_refused(tmp_path:
         (["out=x", "use_grpo=true"], "reads its prompts directly"),
         (["out=x", "dataset_type=grain", "grain_file_type=mmap"], "without preparation"),
         (["out=x", "prepared_path=y"], "has no prepared.json"),
+        (
+            ["out=x", "dataset_type=grain", "grain_train_files=a.jsonl", "grain_file_type=jsonl", "beam=", *PARTS],
+            "[beam]",
+        ),
         (["out=full"], "exists and is not an empty folder"),
     ],
 )
@@ -177,11 +186,13 @@ def test_what_is_not_prepared(tmp_path: Path, monkeypatch, capsys, words: list[s
     monkeypatch.chdir(tmp_path)
     (tmp_path / "full" / "x").mkdir(parents=True)
     (tmp_path / "y").mkdir()
+    (tmp_path / "a.jsonl").write_text('{"text": "a long text"}\n' * 9)
+    monkeypatch.setitem(sys.modules, "apache_beam", None)
     with pytest.raises(SystemExit) as caught:
         prepare.main(words)
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
-    assert not (tmp_path / "x").exists()
+    assert not (tmp_path / "x" / MANIFEST).exists()
 
 
 def shown(capsys, *words: Any) -> str:

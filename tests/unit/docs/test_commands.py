@@ -66,7 +66,8 @@ def accept(program, words, variables):
     if program in ("trainer.train", "trainer.train_compile", "docs/guides/own_objective.py"):
         check(load([word for word in words if not word.startswith("--")], environment=variables).config, variables)
     elif program == "trainer.prepare":
-        check(load([word for word in words if not word.startswith("out=")], environment=variables).config, variables)
+        own = [word for word in words if not word.startswith(("out=", "beam="))]
+        check(load(own, environment=variables).config, variables)
     elif program == "trainer.inspect":
         inspect._read_words(words)
     elif program == "trainer.plan":

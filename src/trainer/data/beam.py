@@ -1,0 +1,40 @@
+"""Prepares parts with Apache Beam: in this process for tests, or on a cluster that shares the folders of the data."""
+
+import functools
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from trainer.config.errors import UserError
+
+_ERROR = "error.txt"  # the message of a user's error on another machine
+Task = Callable[[int], object]
+
+
+def run(task: Task, parts: Sequence[int], options: str, folder: Path) -> None:
+    """Calls `task` for each of `parts` in a pipeline with Beam's `options`, as in `--runner=FlinkRunner`.
+
+    `task` must be picklable, and may be called again for a part, also at the same time. `folder` is shared with the
+    workers.
+
+    Raises:
+      UserError: apache-beam is missing, does not know an option, or `task` raised this error.
+    """
+    try:
+        import apache_beam
+        from apache_beam.options.pipeline_options import PipelineOptions
+    except ImportError as error:
+        raise UserError("beam= needs Apache Beam: pip install 'trainer[beam]'") from error
+    (folder / _ERROR).unlink(missing_ok=True)
+    with apache_beam.Pipeline(options=PipelineOptions(shlex.split(options))) as pipeline:
+        numbers = pipeline | apache_beam.Create(parts) | apache_beam.Reshuffle()
+        _ = numbers | "prepare a part" >> apache_beam.Map(functools.partial(_call, task, folder))
+    if (folder / _ERROR).exists():
+        raise UserError((folder / _ERROR).read_text(encoding="utf-8"))
+
+
+def _call(task: Task, folder: Path, part: int) -> None:
+    try:
+        task(part)
+    except UserError as error:  # the same error would end each of Beam's attempts
+        (folder / _ERROR).write_text(str(error), encoding="utf-8")
