@@ -48,7 +48,8 @@ def ensure(
             try:
                 commit(temporary, folder, build(temporary))
             except BaseException as error:
-                if not (continues and isinstance(error, KeyboardInterrupt | Unfinished)):
+                # After a UserError the user changes the data or the keys, so that no run continues from this folder.
+                if not continues or (isinstance(error, UserError | OSError) and not isinstance(error, Unfinished)):
                     shutil.rmtree(temporary, ignore_errors=True)
                 raise
     except OSError as error:

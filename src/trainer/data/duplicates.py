@@ -6,6 +6,8 @@ equal records the first in the order of parts survives, whichever process read i
 
 import hashlib
 import itertools
+import os
+import platform
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -26,7 +28,7 @@ def write_hashes(folder: Path, part: int, records: Iterable[Record]) -> None:
     hashes = np.frombuffer(bytes(found), "<u8").reshape(-1, 2)
     table = np.empty(len(hashes), _DTYPE)
     table["high"], table["low"], table["index"] = hashes[:, 0], hashes[:, 1], np.arange(len(hashes))
-    partial = folder / f"{part}.tmp"
+    partial = folder / f"{part}.{platform.node()}-{os.getpid()}.tmp"
     np.sort(table, order=["high", "low", "index"]).tofile(partial)
     partial.rename(folder / _HASHES.format(part))
 

@@ -5,14 +5,10 @@ Documents are packed within their part only, so the rows depend neither on the n
 
 import functools
 import itertools
-import multiprocessing
 import os
 import platform
 import shutil
-import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,17 +16,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trainer.config.errors import UserError
-from trainer.data import beam, cache
+from trainer.data import beam, cache, workers
 from trainer.data.bar import Bar
 from trainer.data.corpus import Corpus, Piece
 from trainer.data.documents import Counts, Document, Encoder, Record
 from trainer.data.duplicates import has_hashes, merge, surviving, write_hashes
 from trainer.data.packing import Packed, Packing
 from trainer.data.rows import write
-from trainer.runtime.signals import die_with
 
 _CHUNK = 64  # documents to encode at once
-_LOOK = 0.5  # seconds between two looks at the progress of other processes
 Part = Sequence[tuple[int, Piece]]  # pieces of corpora, each with the index of its corpus
 
 
@@ -183,77 +177,28 @@ Task = Callable[[Work, int, Callable[[float], None]], None]
 def _each(task: Task, work: Work, done: Sequence[int], cut: Cut, bar: Bar) -> None:
     """Calls `task` for each part that is not in `done`."""
     sizes = np.array([sum(piece.weight for _, piece in part) for part in work.parts])
+    sizes /= sizes.sum()
     shares = np.zeros(len(sizes))
     shares[[*done]] = 1.0
     left = [i for i in range(len(sizes)) if i not in {*done}]
-    bar.start(float(shares @ sizes / sizes.sum()))
+    bar.start(float(shares @ sizes))
 
     def progress(i: int, share: float) -> None:
         shares[i] = share
-        bar(float(shares @ sizes / sizes.sum()))
+        bar(float(shares @ sizes))
 
-    workers = min(cut.workers or os.cpu_count() or 1, len(left))
+    count, called = min(cut.workers or os.cpu_count() or 1, len(left)), functools.partial(task, work)
     if cut.beam is not None and left:
-        beam.run(functools.partial(_without_progress, task, work), left, cut.beam, work.folder)
-    elif workers > 1:
-        _in_processes(task, work, left, workers, progress)
+        beam.run(functools.partial(_without_progress, called), left, cut.beam, work.folder)
+    elif count > 1:
+        workers.run(called, left, count, progress)
     else:
         for i in left:
-            task(work, i, functools.partial(progress, i))
+            called(i, functools.partial(progress, i))
 
 
-def _without_progress(task: Task, work: Work, i: int) -> None:
-    task(work, i, lambda share: None)
-
-
-def _in_processes(
-    task: Task, work: Work, left: Sequence[int], workers: int, progress: Callable[[int, float], None]
-) -> None:
-    context = multiprocessing.get_context("spawn")
-    shares = context.Array("d", len(work.parts), lock=False)
-    others = {*multiprocessing.active_children()}
-    pool = ProcessPoolExecutor(workers, context, _begin_worker, (work, shares, os.getpid()))
-    pending = {pool.submit(_in_worker, task, i): i for i in left}
-    done = set()
-    try:
-        while pending:
-            ended, _ = wait(pending, _LOOK, FIRST_COMPLETED)
-            for future in ended:
-                future.result()
-                done.add(pending.pop(future))
-            for i in left:
-                progress(i, 1.0 if i in done else shares[i])
-    except BrokenProcessPool as error:
-        raise cache.Unfinished(
-            "a process that prepares data died, perhaps because the memory is full: set a smaller prepare_workers; the "
-            "same command continues with the remaining parts"
-        ) from error
-    finally:
-        for process in {*multiprocessing.active_children()} - others:
-            process.terminate()  # a part may take minutes, and the next run makes it again
-        pool.shutdown(cancel_futures=True)
-
-
-_WORK: list[Any] = []  # in a worker: the work, and the share of each part that is done
-
-
-def _begin_worker(work: Work, shares: Any, parent: int) -> None:
-    die_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core
-    _WORK[:] = work, shares
-
-
-def _in_worker(task: Task, i: int) -> None:
-    work, shares = _WORK
-
-    def track(share: float) -> None:
-        shares[i] = share
-
-    try:
-        task(work, i, track)
-    except UserError as error:
-        raise UserError(str(error)) from None  # some subclasses cannot be pickled
+def _without_progress(called: workers.Task, i: int) -> None:
+    called(i, lambda share: None)
 
 
 def _is_finished(folder: Path) -> bool:
