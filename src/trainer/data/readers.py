@@ -4,12 +4,13 @@ A *cursor* is the position from which to resume: a byte offset in JSONL and TFRe
 """
 
 import codecs
+import contextlib
+import functools
 import gzip
 import json
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from trainer.config.errors import UserError, shortened
@@ -19,6 +20,7 @@ from trainer.data.documents import Record
 from trainer.data.text import GZIP, encoding_hint
 from trainer.data.unpacked import rows_at_once
 from trainer.runtime.crc32c import masked_crc32c
+from trainer.runtime.remote import RemoteFile
 
 Columns = tuple[str, ...]
 _CHUNK = 256  # records to read at once
@@ -65,11 +67,11 @@ class IndexedPart(Part, Protocol):
 
 
 class FilePart:
-    """A file. Raises UserError if it is missing or empty."""
+    """A file: a path, or a `RemoteFile`. Raises UserError if it is missing or empty."""
 
     restores = False
 
-    def __init__(self, path: Path, columns: Columns):
+    def __init__(self, path: Any, columns: Columns):
         self.path, self.columns = path, columns
         try:
             self.weight = path.stat().st_size
@@ -98,10 +100,12 @@ class TextPart(FilePart):
 class Line(NamedTuple):
     """The line of a file that begins at a byte offset. The line's number is computed only for messages."""
 
-    path: Path
+    path: Any
     start: int
 
     def __str__(self) -> str:
+        if isinstance(self.path, RemoteFile):  # counting would read all of it again
+            return f"{self.path}, at byte {self.start}"
         try:
             with opened(self.path) as file:
                 number, left = 1, self.start
@@ -112,11 +116,17 @@ class Line(NamedTuple):
         return f"{self.path}, line {number}"
 
 
-def opened(path: Path) -> Any:
+@contextlib.contextmanager
+def opened(path: Any) -> Iterator[Any]:
     """Opens a file for reading bytes, decompressed if it is gzip."""
-    with path.open("rb") as file:
+    with path.open("rb", buffering=0) as file:
         compressed = file.read(len(GZIP)) == GZIP
-    return gzip.open(path) if compressed else path.open("rb")
+    if not compressed:
+        with path.open("rb") as file:
+            yield file
+    else:
+        with path.copied() if isinstance(path, RemoteFile) else path.open("rb") as file, gzip.open(file) as unpacked:
+            yield unpacked
 
 
 class JsonlPart(FilePart):
@@ -148,22 +158,31 @@ class JsonlPart(FilePart):
 class ParquetPart(FilePart):
     """A Parquet file."""
 
-    def __init__(self, path: Path, columns: Columns):
+    def __init__(self, path: Any, columns: Columns):
         super().__init__(path, columns)
         import pyarrow
 
+        self._metadata: Any = None  # of a remote file, so that it is not requested again
         with self._errors(pyarrow), self._open() as file:
             names, self._rows = file.schema_arrow.names, file.metadata.num_rows
             self.restores = bool(restored_columns(file.schema_arrow, json=True).keys() & {*columns})
             groups = range(file.metadata.num_row_groups)
             self._groups = [file.metadata.row_group(i).num_rows for i in groups]
-            self._chunk = rows_at_once(path, file.metadata, columns, _CHUNK)
+            if isinstance(path, RemoteFile):
+                self._metadata, self._chunk = file.metadata, 0
+            else:
+                self._chunk = rows_at_once(path, file.metadata, columns, _CHUNK)
         pick(dict.fromkeys(names), columns, self.name)
 
     def _open(self):
         import pyarrow.parquet
 
-        return pyarrow.parquet.ParquetFile(self.path, page_checksum_verification=True)
+        if not isinstance(self.path, RemoteFile):
+            return pyarrow.parquet.ParquetFile(self.path, page_checksum_verification=True)
+        # `pre_buffer` would request all row groups at once.
+        return pyarrow.parquet.ParquetFile(
+            self.path.open(buffering=0), metadata=self._metadata, pre_buffer=False, page_checksum_verification=True
+        )
 
     def _errors(self, pyarrow: Any):
         return damaged_file(self.path, (pyarrow.ArrowException, OSError))
@@ -174,6 +193,8 @@ class ParquetPart(FilePart):
         first, at = 0, 0
         while first < len(self._groups) and at + self._groups[first] <= cursor:
             at, first = at + self._groups[first], first + 1
+        # Looking at the pages of a remote file takes a request for each column of each row group.
+        self._chunk = self._chunk or rows_at_once(self.path, self._metadata, self.columns, _CHUNK)
         with self._errors(pyarrow), self._open() as file:
             left, columns = list(range(first, len(self._groups))), list(self.columns)
             for batch in file.iter_batches(self._chunk, row_groups=left, columns=columns) if left else ():
@@ -181,28 +202,39 @@ class ParquetPart(FilePart):
                     at += 1
                     if at > cursor:
                         yield at, at / self._rows, self.pick(values, f"{self.name}, row {at}")
+        if isinstance(self.path, RemoteFile):
+            self.path.check()
 
 
 class ArrayRecordPart(FilePart):
     """Records [start, stop) of an ArrayRecord file. `parse` turns a record into a dict."""
 
     def __init__(
-        self, path: Path, columns: Columns, parse: Callable[[bytes], Any], start: int = 0, stop: int | None = None
+        self, path: Any, columns: Columns, parse: Callable[[bytes], Any], start: int = 0, stop: int | None = None
     ):
         super().__init__(path, columns)
-        self._parse, self._start, self._reader = parse, start, None
+        self._parse, self._start, self._given = parse, start, stop
+        self._reader: Any = None
+        self._copy: Any = None  # of a remote file, held open so that it stays
+        if not isinstance(path, RemoteFile):
+            assert self._stop >= 0  # raises for a damaged file
+        self._reader = None  # each process that reads opens a separate one
+
+    @functools.cached_property
+    def _stop(self) -> int:
         with self._errors():
             count = self._open().num_records()
-        self._stop = count if stop is None else stop
         if not count:
             # The number of records is stored at the end of a file.
             raise UserError(
-                f"{path} is damaged, truncated, or not an ArrayRecord file: no records can be read; "
+                f"{self.path} is damaged, truncated, or not an ArrayRecord file: no records can be read; "
                 "copy it or write it again"
             )
-        if self._stop > count:
-            raise UserError(f"{path} has {count} records, but dataset_info.json lists more; copy or prepare it again")
-        self._reader = None  # each process that reads opens a separate one
+        if self._given is not None and self._given > count:
+            raise UserError(
+                f"{self.path} has {count} records, but dataset_info.json lists more; copy or prepare it again"
+            )
+        return count if self._given is None else self._given
 
     def __len__(self) -> int:
         return self._stop - self._start
@@ -218,6 +250,8 @@ class ArrayRecordPart(FilePart):
                 chunk = self._open().read(list(range(first, min(first + _CHUNK, self._stop))))
             for index, data in enumerate(chunk, first - self._start):
                 yield index + 1, (index + 1) / len(self), self._record(data, index)
+        if self._copy is not None:
+            self._reader = self._copy = None  # so that other copies may take its place
 
     def _record(self, data: bytes, index: int) -> Record:
         return parsed(self._parse, data, self.columns, f"{self.name}, record {self._start + index}")
@@ -226,20 +260,23 @@ class ArrayRecordPart(FilePart):
         if self._reader is None:
             from array_record.python.array_record_module import ArrayRecordReader
 
-            self._reader = ArrayRecordReader(str(self.path), "readahead_buffer_size:0,max_parallelism:0")
+            if isinstance(self.path, RemoteFile):
+                self._copy = self.path.copied()
+            path = self._copy.name if self._copy else str(self.path)
+            self._reader = ArrayRecordReader(path, "readahead_buffer_size:0,max_parallelism:0")
         return self._reader
 
     def _errors(self):
         return damaged_file(self.path, (RuntimeError, ValueError, IndexError, OSError))
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_reader": None}
+        return self.__dict__ | {"_reader": None, "_copy": None}
 
 
 class TfrecordPart(FilePart):
     """A TFRecord file. The lengths and checksums in it are checked."""
 
-    def __init__(self, path: Path, columns: Columns, parse: Callable[[bytes], Any]):
+    def __init__(self, path: Any, columns: Columns, parse: Callable[[bytes], Any]):
         super().__init__(path, columns)
         self._parse = parse
 
@@ -322,7 +359,7 @@ def parsed(parse: Callable[[bytes], Any], data: bytes, columns: Columns, where: 
 class damaged_file:
     """A context that turns `errors` into a UserError that names the file."""
 
-    def __init__(self, path: Path, errors: tuple[type[Exception], ...]):
+    def __init__(self, path: Any, errors: tuple[type[Exception], ...]):
         self._path, self._errors = path, errors
 
     def __enter__(self) -> None:

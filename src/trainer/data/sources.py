@@ -1,9 +1,11 @@
 """Finds the documents that the keys of each dataset_type select."""
 
+import contextlib
 import glob
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from trainer.config.errors import UserError, nearest, shortened
 from trainer.config.json_files import read_object
 from trainer.config.keys import Config
 from trainer.config.paths import local_path
+from trainer.config.words import counted, sized
 from trainer.data.cache import Progress, cache_root
 from trainer.data.corpus import Corpus, file_fingerprint
 from trainer.data.example_proto import parse_example
@@ -28,7 +31,9 @@ from trainer.data.readers import (
     TextPart,
     TfrecordPart,
 )
+from trainer.runtime.copies import Copies
 from trainer.runtime.folders import check_folder
+from trainer.runtime.remote import RemoteFile, data_file, data_files, each
 
 
 @dataclass(frozen=True)
@@ -67,25 +72,75 @@ def _python() -> str:
 
 
 def _grain(config: Config, say: Progress) -> Source:
-    mixture = parse_mixture(config.grain_train_files, config.grain_train_mixture_config_path)
-    kind = config.grain_file_type
-    train = [_files(pattern, kind, tuple(config.train_data_columns), "grain_train_files") for pattern, _ in mixture]
-    evaluation = [
-        _files(pattern, kind, tuple(config.eval_data_columns), "grain_eval_files")
-        for pattern, _ in (parse_mixture(config.grain_eval_files, "") if config.grain_eval_files else [])
-    ]
-    name = f"{kind} files " + "; ".join(pattern for pattern, _ in mixture)
-    return Source(name, tuple(train), whole_weights([weight for _, weight in mixture]), tuple(evaluation))
+    mixture, kind = train_mixture(config), config.grain_file_type
+    held = parse_mixture(config.grain_eval_files, "") if config.grain_eval_files else []
+    train = {pattern: find_files(config, pattern, "grain_train_files") for pattern, _ in mixture}
+    evaluation = {pattern: find_files(config, pattern, "grain_eval_files") for pattern, _ in held}
+    every = [path for found in (train, evaluation) for paths in found.values() for path in paths]
+    indexed = kind == "arrayrecord"
+    copied = [path for path in every if indexed or path.suffix == ".gz"]
+    announce_copies(config, copied, say, together=indexed and config.data_pipeline == "streaming")
+
+    def corpus(pattern: str, paths: Sequence[Any], columns: Columns) -> Corpus:
+        columns = ("text",) if kind == "text" else columns
+        return _corpus(pattern, each(lambda path: _FORMATS[kind](path, columns), paths), columns)
+
+    return Source(
+        f"{kind} files " + "; ".join(pattern for pattern, _ in mixture),
+        tuple(corpus(pattern, train[pattern], tuple(config.train_data_columns)) for pattern, _ in mixture),
+        whole_weights([weight for _, weight in mixture]),
+        tuple(corpus(pattern, evaluation[pattern], tuple(config.eval_data_columns)) for pattern, _ in held),
+    )
 
 
-def _files(pattern: str, kind: str, columns: Columns, key: str) -> Corpus:
-    paths = sorted(path for path in map(Path, glob.glob(str(local_path(pattern)), recursive=True)) if path.is_file())
-    if not paths:
-        folder = local_path(pattern).parent
-        there = f"there is no folder {folder}" if not glob.glob(str(folder)) else f"{folder} has no file of that name"
-        raise UserError(f"{key}: {pattern} matches no file ({there}); a glob is written as /data/*.{kind}")
-    columns = ("text",) if kind == "text" else columns
-    return _corpus(pattern, [_FORMATS[kind](path, columns) for path in paths], columns)
+def copies_of(config: Config) -> Copies:
+    """Returns where copies of remote files are kept."""
+    return Copies(cache_root(config.data_cache_directory) / "copies", int(config.remote_copies_gib * 2**30))
+
+
+def train_mixture(config: Config) -> list[tuple[str, Fraction]]:
+    """Returns the globs and weights of the training files."""
+    path = config.grain_train_mixture_config_path
+    return parse_mixture(config.grain_train_files, data_file(path, copies_of(config)) if "://" in path else path)
+
+
+def find_files(config: Config, pattern: str, key: str) -> list[Any]:
+    """Returns the files that a glob matches. Raises UserError if there are none. `key` is for the message."""
+    if paths := data_files(pattern, copies_of(config)):
+        return paths
+    folder = local_path(pattern).parent
+    if "://" in pattern:
+        there = "on a web server, a glob needs a page with links to the files; otherwise name each file"
+    elif not glob.glob(str(folder)):
+        there = f"there is no folder {folder}"
+    else:
+        there = f"{folder} has no file of that name"
+    raise UserError(
+        f"{key}: {pattern} matches no file ({there}); a glob is written as /data/*.{config.grain_file_type}"
+    )
+
+
+def announce_copies(config: Config, files: Sequence[Any], say: Progress, *, together: bool) -> None:
+    """Says which remote files are copied. `together`: whether all copies are needed at the same time.
+
+    Raises UserError if there is no room for them.
+    """
+    remote, copies = [file for file in files if isinstance(file, RemoteFile)], copies_of(config)
+    if not remote:
+        return
+    for file in remote:
+        copies.check(file)
+    total = sum(file.size for file in remote)
+    if together and total > copies.most:
+        raise UserError(
+            f"{counted(len(remote), 'remote file')} with {sized(total)} cannot be read by ranges, and are read in any "
+            f"order, but copies may take {sized(copies.most)}; raise remote_copies_gib, or set data_pipeline=prepared "
+            "to read one after the other, or use another format"
+        )
+    say(
+        f"{counted(len(remote), 'remote file')} with {sized(total)} cannot be read by ranges ({remote[0]}, ...): each "
+        f"is copied to {copies.folder} when it is read; at most {sized(copies.most)} of copies stay (remote_copies_gib)"
+    )
 
 
 def _corpus(name: str, parts: Sequence[Any], columns: Columns, also: str = "") -> Corpus:
@@ -93,7 +148,7 @@ def _corpus(name: str, parts: Sequence[Any], columns: Columns, also: str = "") -
     return Corpus(name, tuple(parts), file_fingerprint(paths, also), columns)
 
 
-_FORMATS: dict[str, Callable[[Path, Columns], FilePart]] = {
+_FORMATS: dict[str, Callable[[Any, Columns], FilePart]] = {
     "arrayrecord": partial(ArrayRecordPart, parse=parse_example),
     "tfrecord": partial(TfrecordPart, parse=parse_example),
     "parquet": ParquetPart,
@@ -214,17 +269,36 @@ def tfds_folder(data_dir: Path, dataset_name: str) -> Path:
 
 
 def _hf(config: Config, say: Progress) -> Source:
+    # Found before `datasets` is imported, which turns requests to the hub off.
+    train_files, eval_files = (_hf_files(config, key) for key in ("hf_train_files", "hf_eval_files"))
+    announce_copies(config, [*train_files, *eval_files], say, together=True)
+
     from trainer.data.hf import hf_corpus
 
     cache = cache_root(config.data_cache_directory) / "huggingface"
     load = partial(hf_corpus, config.hf_path, config.hf_name, config.hf_data_dir, cache, say)
-    train = load(config.hf_train_files, config.train_split, tuple(config.train_data_columns), "train_split")
-    evaluation: tuple[Corpus, ...] = ()
-    if config.hf_eval_files or config.hf_eval_split:
-        split = config.hf_eval_split or "train"  # `datasets` uses this name for files without splits
-        files = config.hf_eval_files or config.hf_train_files
-        evaluation = (load(files, split, tuple(config.eval_data_columns), "hf_eval_split"),)
+    with contextlib.ExitStack() as stack:
+
+        def local(files: list[Any], given: str) -> Any:
+            return [stack.enter_context(file.copied()).name for file in files] or given
+
+        train_from = local(train_files, config.hf_train_files)
+        train = load(train_from, config.train_split, tuple(config.train_data_columns), "train_split")
+        evaluation: tuple[Corpus, ...] = ()
+        if config.hf_eval_files or config.hf_eval_split:
+            split = config.hf_eval_split or "train"  # `datasets` uses this name for files without splits
+            files = local(eval_files, config.hf_eval_files) or train_from
+            evaluation = (load(files, split, tuple(config.eval_data_columns), "hf_eval_split"),)
     return Source(f"Hugging Face dataset {config.hf_path}", (train,), (1,), evaluation)
+
+
+def _hf_files(config: Config, key: str) -> list[Any]:
+    """Returns the remote files that a key names; [] if it names none."""
+    if "://" not in config[key]:
+        return []
+    if Path(config.hf_path).is_dir():
+        raise UserError(f"{key}={config[key]}: files of a folder, hf_path={config.hf_path}, are on this machine")
+    return find_files(config, config[key], key)
 
 
 _OPEN: dict[str, Callable[[Any, Progress], Source]] = {"stdlib": _stdlib, "grain": _grain, "tfds": _tfds, "hf": _hf}
