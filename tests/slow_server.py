@@ -32,7 +32,7 @@ class SlowServer(http.server.ThreadingHTTPServer):
 
     def __init__(self, root: Path):
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.root, self.delay, self.marks, self.late = root, 0.0, True, 1.0
+        self.root, self.delay, self.marks, self.late = root, 0.0, True, 0.4
         self.faults: Iterator[str] = itertools.repeat("")
         self.sent, self.requests, self.lock = 0, [], threading.Lock()
 

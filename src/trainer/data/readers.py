@@ -7,6 +7,7 @@ import codecs
 import contextlib
 import functools
 import gzip
+import io
 import json
 import struct
 import zlib
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from trainer.config.errors import UserError, shortened
-from trainer.config.limits import TEXT_BYTES, UNPACKED_BYTES, UNPACKED_RATIO
+from trainer.config.limits import FILE_BYTES, TEXT_BYTES, UNPACKED_BYTES, UNPACKED_RATIO
 from trainer.data.arrow import restored, restored_columns, rows_of
 from trainer.data.documents import Record
 from trainer.data.text import GZIP, encoding_hint
@@ -162,16 +163,17 @@ class ParquetPart(FilePart):
         super().__init__(path, columns)
         import pyarrow
 
-        self._metadata: Any = None  # of a remote file, so that it is not requested again
+        self._metadata: Any = None
+        if isinstance(path, RemoteFile):
+            with self._errors(pyarrow):
+                self._metadata = _remote_metadata(path)
         with self._errors(pyarrow), self._open() as file:
             names, self._rows = file.schema_arrow.names, file.metadata.num_rows
             self.restores = bool(restored_columns(file.schema_arrow, json=True).keys() & {*columns})
             groups = range(file.metadata.num_row_groups)
             self._groups = [file.metadata.row_group(i).num_rows for i in groups]
-            if isinstance(path, RemoteFile):
-                self._metadata, self._chunk = file.metadata, 0
-            else:
-                self._chunk = rows_at_once(path, file.metadata, columns, _CHUNK)
+            # Looking at the pages of a remote file takes a request for each column of each row group.
+            self._chunk = 0 if self._metadata else rows_at_once(path, file.metadata, columns, _CHUNK)
         pick(dict.fromkeys(names), columns, self.name)
 
     def _open(self):
@@ -193,7 +195,6 @@ class ParquetPart(FilePart):
         first, at = 0, 0
         while first < len(self._groups) and at + self._groups[first] <= cursor:
             at, first = at + self._groups[first], first + 1
-        # Looking at the pages of a remote file takes a request for each column of each row group.
         self._chunk = self._chunk or rows_at_once(self.path, self._metadata, self.columns, _CHUNK)
         with self._errors(pyarrow), self._open() as file:
             left, columns = list(range(first, len(self._groups))), list(self.columns)
@@ -204,6 +205,18 @@ class ParquetPart(FilePart):
                         yield at, at / self._rows, self.pick(values, f"{self.name}, row {at}")
         if isinstance(self.path, RemoteFile):
             self.path.check()
+
+
+def _remote_metadata(path: RemoteFile) -> Any:
+    """Returns the metadata of a Parquet file. pyarrow would request 64 KiB for them, and again at each opening."""
+    import pyarrow.parquet
+
+    with path.open(buffering=0) as file:
+        file.seek(max(0, path.size - 8))
+        end = file.read(8)
+        length = int.from_bytes(end[:4], "little") if end.endswith(b"PAR1") else 0
+        file.seek(max(0, path.size - 8 - min(length, FILE_BYTES)))
+        return pyarrow.parquet.read_metadata(io.BytesIO(b"PAR1" + file.read(path.size)))
 
 
 class ArrayRecordPart(FilePart):
@@ -217,7 +230,7 @@ class ArrayRecordPart(FilePart):
         self._reader: Any = None
         self._copy: Any = None  # of a remote file, held open so that it stays
         if not isinstance(path, RemoteFile):
-            assert self._stop >= 0  # raises for a damaged file
+            len(self)  # raises for a damaged file
         self._reader = None  # each process that reads opens a separate one
 
     @functools.cached_property

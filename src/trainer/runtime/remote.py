@@ -27,10 +27,13 @@ from trainer.runtime.copies import Copies
 T = TypeVar("T")
 
 TRIES, SECONDS = 8, 60.0  # attempts for each request, and the time limit of one attempt
+_LISTING = 1800.0  # seconds for listing the files of a pattern
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds between attempts; doubled after each
 _FIRST, _BLOCK = 1 << 18, 1 << 22  # bytes of the first block of a file, and of the largest; doubled after each
 _TOGETHER = 16  # files that are looked up at the same time
 _PASSING = (408, 412, 425, 429, 500, 502, 503, 504)  # HTTP statuses that another attempt may not get
+# The classes of errors of a connection that are not errors of the system, in aiohttp, httpx, botocore and google.auth.
+_BROKEN = {"ClientConnectionError", "ClientPayloadError", "TransportError", "HTTPClientError", "ConnectionError"}
 # What distinguishes two contents of a file, by the names that file systems use, the best first. Those before _TIMES
 # are equal only for equal contents.
 _CONTENTS = ("md5Hash", "generation", "blob_id", "ETag", "etag", "Content-MD5")
@@ -81,11 +84,13 @@ class RemoteFile:
         """Returns the size as `st_size`."""
         return SimpleNamespace(st_size=self.size)
 
-    def open(self, mode: str = "rb", buffering: int = -1) -> Any:
+    def open(self, mode: str = "rb", buffering: int = -1, stop: int | None = None) -> Any:
         """Opens the file for reading bytes. Without buffering, each read requests exactly its range. Otherwise the file
-        is read in blocks, one block ahead."""
+        is read in blocks, one block ahead. Nothing after `stop` is requested ahead."""
         assert mode == "rb"
-        return io.BufferedReader(_Reader(self, exact=False)) if buffering else _Reader(self, exact=True)
+        if not buffering:
+            return _Reader(self, None)
+        return io.BufferedReader(_Reader(self, self.size if stop is None else min(stop, self.size)))
 
     def read_bytes(self) -> bytes:
         """Returns the content."""
@@ -149,10 +154,10 @@ _COPY = "copy the file to this machine"
 
 
 class _Reader(io.RawIOBase):
-    """Reads a remote file from any position; see `RemoteFile.open`."""
+    """Reads a remote file from any position; see `RemoteFile.open`. `stop` None: without buffering."""
 
-    def __init__(self, file: RemoteFile, *, exact: bool):
-        self._file, self._exact, self._at = file, exact, 0
+    def __init__(self, file: RemoteFile, stop: int | None):
+        self._file, self._stop, self._at = file, stop, 0
         self._blocks: Iterator[bytes] = iter(())
         self._block, self._end = b"", -1  # the rest of a block, and the position of its end in the file
         self._unchanged: Future[None] | None = _later(file.check)  # while the first bytes are requested
@@ -174,7 +179,10 @@ class _Reader(io.RawIOBase):
         stop = min(self._at + len(buffer), self._file.size)
         if self._at >= stop:
             return 0
-        data = b"".join(self._file.blocks(self._at, stop)) if self._exact else self._ahead(stop - self._at)
+        if self._stop is None:
+            data = b"".join(self._file.blocks(self._at, stop))
+        else:
+            data = self._ahead(stop - self._at, self._stop)
         if self._unchanged is not None:
             self._unchanged.result()
             self._unchanged = None
@@ -182,13 +190,18 @@ class _Reader(io.RawIOBase):
         self._at += len(data)
         return len(data)
 
-    def _ahead(self, most: int) -> bytes:
-        """Returns 1 to `most` bytes at the position, from blocks that continue to the end of the file."""
+    def _ahead(self, most: int, stop: int) -> bytes:
+        """Returns 1 to `most` bytes at the position, from blocks that continue to `stop`."""
         if self._at != self._end - len(self._block):
-            self._blocks, self._block, self._end = self._file.blocks(self._at, self._file.size), b"", self._at
+            self._blocks, self._block, self._end = iter(()), b"", self._at
         if not self._block:
-            self._block = next(self._blocks)
-            self._end += len(self._block)
+            block = next(self._blocks, b"")
+            if not block:
+                after = min(self._at + _FIRST, self._file.size)  # one block at a time after `stop`
+                self._blocks = self._file.blocks(self._at, stop if self._at < stop else after)
+                block = next(self._blocks)
+            self._block = block
+            self._end += len(block)
         data, self._block = self._block[:most], self._block[most:]
         return data
 
@@ -204,7 +217,7 @@ def data_files(pattern: str, copies: Copies) -> list[Any]:
     if not glob.has_magic(pattern.replace("?", "") if _is_http(pattern) else pattern):
         return [_found(pattern, copies)]
     system, path = _system(pattern)
-    found = _patiently(pattern, lambda: _call(system, "glob", path, detail=True))
+    found = _patiently(pattern, lambda: _call(system, "glob", path, limit=_LISTING, detail=True))
     scheme = pattern.partition("://")[0]
     urls = {
         name if "://" in name else f"{scheme}://{name.lstrip('/')}": info
@@ -286,13 +299,13 @@ def _open_system(scheme: str) -> Any:
 os.register_at_fork(after_in_child=_open_system.cache_clear)
 
 
-def _call(system: Any, method: str, *arguments: Any, **options: Any) -> Any:
-    """Calls a method of a file system, within SECONDS if the system allows it."""
+def _call(system: Any, method: str, *arguments: Any, limit: float | None = None, **options: Any) -> Any:
+    """Calls a method of a file system, within `limit` seconds if the system allows it. Default: SECONDS."""
     if not system.async_impl:
         return getattr(system, method)(*arguments, **options)
     from fsspec.asyn import sync
 
-    return sync(system.loop, getattr(system, f"_{method}"), *arguments, timeout=SECONDS, **options)
+    return sync(system.loop, getattr(system, f"_{method}"), *arguments, timeout=limit or SECONDS, **options)
 
 
 def _patiently(url: str, call: Callable[[], T]) -> T:
@@ -329,7 +342,7 @@ def _reason(error: BaseException) -> tuple[str, bool]:
     status = _status(error)
     if status in _PASSING:
         return f"answers {status}", True
-    if status == 401 or status == 403 or isinstance(error, PermissionError):
+    if status in (401, 403) or isinstance(error, PermissionError) or str(error).startswith("Forbidden"):  # gcsfs
         return f"access is refused ({status or error}); check the credentials, and that the URL is still valid", False
     if status in (404, 410) or isinstance(error, FileNotFoundError | IsADirectoryError):
         return "there is no such file; check the URL", False
@@ -340,7 +353,7 @@ def _reason(error: BaseException) -> tuple[str, bool]:
         return f"does not answer within {SECONDS:.0f} s", True
     if type(error) is ConnectionError:
         return str(error), True
-    passes = isinstance(error, OSError) or type(error).__module__.partition(".")[0] in ("aiohttp", "httpx", "httpx2")
+    passes = isinstance(error, OSError) or not _BROKEN.isdisjoint(base.__name__ for base in type(error).__mro__)
     return (f"fails ({text})" if passes else text), passes
 
 
