@@ -26,7 +26,7 @@ from trainer.config.paths import local_path
 from trainer.data.batches import Batch, make_batch
 from trainer.data.cache import Progress
 from trainer.data.corpus import file_fingerprint
-from trainer.data.sources import announce_copies, copies_of, train_mixture
+from trainer.data.found import announce_copies, copies_of, train_mixture
 from trainer.runtime.copies import Copies
 from trainer.runtime.remote import data_file, data_files
 

@@ -1,11 +1,9 @@
 """Finds the documents that the keys of each dataset_type select."""
 
 import contextlib
-import glob
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,10 +13,10 @@ from trainer.config.errors import UserError, nearest, shortened
 from trainer.config.json_files import read_object
 from trainer.config.keys import Config
 from trainer.config.paths import local_path
-from trainer.config.words import counted, sized
 from trainer.data.cache import Progress, cache_root
 from trainer.data.corpus import Corpus, file_fingerprint
 from trainer.data.example_proto import parse_example
+from trainer.data.found import announce_copies, find_files, train_mixture
 from trainer.data.mixture import whole_weights
 from trainer.data.readers import (
     ArrayRecordPart,
@@ -31,9 +29,8 @@ from trainer.data.readers import (
     TextPart,
     TfrecordPart,
 )
-from trainer.runtime.copies import Copies
 from trainer.runtime.folders import check_folder
-from trainer.runtime.remote import RemoteFile, data_file, data_files, each
+from trainer.runtime.remote import each
 
 
 @dataclass(frozen=True)
@@ -90,56 +87,6 @@ def _grain(config: Config, say: Progress) -> Source:
         tuple(corpus(pattern, train[pattern], tuple(config.train_data_columns)) for pattern, _ in mixture),
         whole_weights([weight for _, weight in mixture]),
         tuple(corpus(pattern, evaluation[pattern], tuple(config.eval_data_columns)) for pattern, _ in held),
-    )
-
-
-def copies_of(config: Config) -> Copies:
-    """Returns where copies of remote files are kept."""
-    return Copies(cache_root(config.data_cache_directory) / "copies", int(config.remote_copies_gib * 2**30))
-
-
-def train_mixture(config: Config) -> list[tuple[str, Fraction]]:
-    """Returns the globs and weights of the training files."""
-    path = config.grain_train_mixture_config_path
-    return parse_mixture(config.grain_train_files, data_file(path, copies_of(config)) if "://" in path else path)
-
-
-def find_files(config: Config, pattern: str, key: str) -> list[Any]:
-    """Returns the files that a glob matches. Raises UserError if there are none. `key` is for the message."""
-    if paths := data_files(pattern, copies_of(config)):
-        return paths
-    folder = local_path(pattern).parent
-    if "://" in pattern:
-        there = "on a web server, a glob needs a page with links to the files; otherwise name each file"
-    elif not glob.glob(str(folder)):
-        there = f"there is no folder {folder}"
-    else:
-        there = f"{folder} has no file of that name"
-    raise UserError(
-        f"{key}: {pattern} matches no file ({there}); a glob is written as /data/*.{config.grain_file_type}"
-    )
-
-
-def announce_copies(config: Config, files: Sequence[Any], say: Progress, *, together: bool) -> None:
-    """Says which remote files are copied. `together`: whether all copies are needed at the same time.
-
-    Raises UserError if there is no room for them.
-    """
-    remote, copies = [file for file in files if isinstance(file, RemoteFile)], copies_of(config)
-    if not remote:
-        return
-    for file in remote:
-        copies.check(file)
-    total = sum(file.size for file in remote)
-    if together and total > copies.most:
-        raise UserError(
-            f"{counted(len(remote), 'remote file')} with {sized(total)} cannot be read by ranges, and are read in any "
-            f"order, but copies may take {sized(copies.most)}; raise remote_copies_gib, or set data_pipeline=prepared "
-            "to read one after the other, or use another format"
-        )
-    say(
-        f"{counted(len(remote), 'remote file')} with {sized(total)} cannot be read by ranges ({remote[0]}, ...): each "
-        f"is copied to {copies.folder} when it is read; at most {sized(copies.most)} of copies stay (remote_copies_gib)"
     )
 
 
@@ -269,12 +216,18 @@ def tfds_folder(data_dir: Path, dataset_name: str) -> Path:
 
 
 def _hf(config: Config, say: Progress) -> Source:
-    # Found before `datasets` is imported, which turns requests to the hub off.
-    train_files, eval_files = (_hf_files(config, key) for key in ("hf_train_files", "hf_eval_files"))
+    from trainer.data.hf import BUILDERS, hf_corpus
+
+    def remote(key: str) -> list[Any]:
+        if "://" in config[key] and config.hf_path not in BUILDERS:
+            raise UserError(
+                f"{key}={config[key]}: URLs are read with hf_path={', '.join(BUILDERS[:-1])} or {BUILDERS[-1]}"
+            )
+        return find_files(config, config[key], key) if "://" in config[key] else []
+
+    # Before `hf_corpus`, which turns requests to the hub off.
+    train_files, eval_files = remote("hf_train_files"), remote("hf_eval_files")
     announce_copies(config, [*train_files, *eval_files], say, together=True)
-
-    from trainer.data.hf import hf_corpus
-
     cache = cache_root(config.data_cache_directory) / "huggingface"
     load = partial(hf_corpus, config.hf_path, config.hf_name, config.hf_data_dir, cache, say)
     with contextlib.ExitStack() as stack:
@@ -290,15 +243,6 @@ def _hf(config: Config, say: Progress) -> Source:
             files = local(eval_files, config.hf_eval_files) or train_from
             evaluation = (load(files, split, tuple(config.eval_data_columns), "hf_eval_split"),)
     return Source(f"Hugging Face dataset {config.hf_path}", (train,), (1,), evaluation)
-
-
-def _hf_files(config: Config, key: str) -> list[Any]:
-    """Returns the remote files that a key names; [] if it names none."""
-    if "://" not in config[key]:
-        return []
-    if Path(config.hf_path).is_dir():
-        raise UserError(f"{key}={config[key]}: files of a folder, hf_path={config.hf_path}, are on this machine")
-    return find_files(config, config[key], key)
 
 
 _OPEN: dict[str, Callable[[Any, Progress], Source]] = {"stdlib": _stdlib, "grain": _grain, "tfds": _tfds, "hf": _hf}

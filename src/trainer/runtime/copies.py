@@ -36,7 +36,7 @@ class Copies:
             return found
         self.check(file)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
             with lock_file(self.folder / ".lock", wait=True):  # type: ignore[union-attr]
                 if found := _opened(path, file.size):
                     return found
