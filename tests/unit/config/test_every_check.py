@@ -271,6 +271,7 @@ for key in ("lora_restore_path", "compiled_trainstep_file", "compile_report_file
     CASES[key] = [{key: "a\0"}]
 for key in ("dataset_name", "eval_dataset_name", "hf_name", "hf_data_dir"):
     CASES[key] = [{key: "a\0"}]
+CASES["hf_data_dir"].insert(0, {"dataset_type": "hf", "hf_data_dir": "gs://a"})
 
 ROWS = defaultdict(list)
 for row in CHECKS:

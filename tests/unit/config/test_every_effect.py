@@ -111,6 +111,7 @@ CASES = {
     "dpo_algo=dpo has no odds ratio": {"dpo_algo": "orpo"},
     "rewards are of answers alone": {"use_dpo": True},
     "dataset_type has its own held-out rows": {"dataset_type": "hf"},
+    "no data files are named by URL": {"dataset_type": "grain", "grain_train_files": "gs://a"},
     "evaluation has its own documents": {"dataset_type": "grain", "grain_eval_files": "a"},
     "there is one column": {"use_sft": True, "train_data_columns": ["a", "b"]},
     "dataset_type=synthetic has no documents": SYNTHETIC,

@@ -244,6 +244,15 @@ def test_a_changed_file_is_one_error(own: SlowServer, root: Path, tmp_path: Path
         list(part.read())
 
 
+def test_a_changed_file_of_one_block_is_found_by_its_size(own: SlowServer, tmp_path: Path):
+    own.marks = False
+    (own.root / "a.jsonl").write_text('{"text": "a"}\n')
+    (part,) = parts_of(tmp_path, "jsonl", f"{own.url}/a.jsonl")
+    (own.root / "a.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
+    with pytest.raises(UserError, match="changed while it was read: size 14 -> 28"):
+        list(part.read())
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_a_change_in_the_middle_is_found(own: SlowServer, root: Path, tmp_path: Path, kind: str):
     path = own.root / f"a.{kind}"

@@ -11,7 +11,7 @@ from trainer.config.capabilities.token_keys import token_files
 from trainer.config.errors import Unbuilt, UserError, shortened
 from trainer.config.files import DEFAULT
 from trainer.config.json_files import read_object
-from trainer.config.key_rows import Check, Inert, Place, Problem, Resume, Row
+from trainer.config.key_rows import Check, Inert, Place, Problem, Resume, Row, refused
 from trainer.config.keys import Config
 from trainer.config.paths import local_path
 from trainer.config.schema import schema
@@ -235,6 +235,11 @@ CHECKS: tuple[Check, ...] = (
     (("dataset_type", "grain_train_files", "grain_train_mixture_config_path"), _grain_files),
     (("grain_eval_files",), _grain_eval_files),
     (("dataset_path",), _dataset_path),
+    refused(
+        ("hf_data_dir",),
+        lambda c: c.dataset_type == "hf" and "://" in c.hf_data_dir,
+        "remote folders are not supported; set hf_path=json (or csv, ...) and name the files with hf_train_files",
+    ),
     (("train_data_columns", *METHODS), _columns("train_data_columns")),
     (("eval_data_columns", *METHODS), _columns("eval_data_columns")),
     (("tokenizer_type", "tokenizer_path"), _tokenizer_path),
