@@ -166,6 +166,13 @@ def test_reading_a_range_requests_little_after_its_end(server: SlowServer, root:
     assert server.sent <= 30_000 + (1 << 12)
 
 
+def test_row_groups_are_requested_one_after_the_other(server: SlowServer, tmp_path: Path):
+    (part,) = parts_of(tmp_path, "parquet", f"{server.url}/parquet/0.parquet")
+    next(part.read())
+    time.sleep(0.05)
+    assert server.sent < 0.5 * part.weight  # a batch is of two of four groups
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "arrayrecord"])
 @pytest.mark.parametrize("way", WAYS)
 def test_rows_and_positions_are_those_of_local_files(own: SlowServer, tmp_path: Path, kind: str, way: str):
@@ -265,7 +272,7 @@ def test_a_change_in_the_middle_is_found(own: SlowServer, root: Path, tmp_path: 
         list(records)
 
 
-def test_a_file_system_without_http(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_file_system_without_http(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """fsspec's files in memory have a time of creation, and no mark of their content."""
     memory = fsspec.filesystem("memory")
     monkeypatch.setitem(attempts.EXTRAS, "memory", "gcs")
@@ -278,6 +285,13 @@ def test_a_file_system_without_http(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         memory.pipe_file("/bucket/b.jsonl", b'{"text": "c"}\n' * 3000)
         with pytest.raises(UserError, match="changed while it was read: created"):
             file.read()
+    memory.pipe_file("/bucket/c.parquet", (root / "parquet" / "0.parquet").read_bytes())
+    (part,) = parts_of(tmp_path, "parquet", "memory://bucket/c.parquet")
+    records = part.read()
+    next(records)
+    memory.pipe_file("/bucket/c.parquet", (root / "parquet" / "0.parquet").read_bytes())
+    with pytest.raises(UserError, match="changed while it was read: created"):
+        list(records)
     memory.rm("/bucket", recursive=True)
 
 
@@ -433,10 +447,16 @@ def test_megatron_files_are_copied(own: SlowServer, tmp_path: Path):
 
 def test_files_that_datasets_reads_are_copied(server: SlowServer, root: Path, tmp_path: Path):
     keys = KEYS | {"dataset_type": "hf", "hf_path": "json", "hf_train_files": f"{server.url}/jsonl/*.jsonl"}
-    for _ in range(2):
+    size = sum(path.stat().st_size for path in (root / "jsonl").iterdir())
+    for sent in (size, size, 2 * size):
+        if sent == 2 * size:
+            shutil.rmtree(tmp_path / "cache" / "copies")
         (corpus,) = open_source(config_of(tmp_path / "cache", **keys), say_nothing).train
         assert [record.values[0] for record in corpus.records()] == [row["text"] for row in ROWS[::2] + ROWS[1::2]]
-    assert server.sent == sum(path.stat().st_size for path in (root / "jsonl").iterdir())
+        assert server.sent == sent
+    assert len(list((tmp_path / "cache").rglob("*.arrow"))) == 1  # the table is not made again
+    with pytest.raises(UserError, match="URLs are read with hf_path=arrow, csv, json"):
+        open_source(config_of(tmp_path / "cache", **keys | {"hf_path": root}))
 
 
 def test_a_remote_file_is_like_a_path(server: SlowServer, root: Path, tmp_path: Path):
