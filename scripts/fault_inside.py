@@ -32,7 +32,7 @@ from typing import Any
 ANY_TIME, COMMIT = "any time", "commit"
 # The moments, and the function whose call is one. COMMIT is the end of the call. ANY_TIME begins with the process.
 MOMENTS = {
-    "preparation of data": "trainer.data.prepare:write",
+    "preparation of data": "trainer.data.parts:write",
     "verification": "trainer.checkpoint.manager:verify",
     "restore": "trainer.training.start:_read",
     "step": "trainer.observe.goodput:Timeline.step",

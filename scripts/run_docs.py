@@ -45,6 +45,7 @@ NOT_RUN = {
     r"train_compile .*model_name=(mixtral-8x7b|deepseek3-671b)": "compiles for minutes; the page has its dated result",
     r"train_compile .*compile_report_file=report.json": "compiles for minutes; README's command is the same step",
     r"trainer\.plan ": "compiles for an hour; tests/integration/test_plan.py plans a tiny model",
+    r"trainer\.prepare |prepared_path=|inspect /data/rows": "tests/integration/test_prepare.py runs these commands",
     r"train_compile .*num_vocab_tiling": "compiles for minutes; the page has its dated result",
     r"benchmark_generate|compare_lm_eval|trainer\.evaluate hf-model": "needs torch, which the tests do without",
     r"trainer\.serve |prove_serving|hostile_requests|benchmark_serve": "a server runs until it is stopped",

@@ -1,4 +1,4 @@
-"""`python -m trainer.inspect PATH [norms=false]`: shows the contents of a checkpoint of any kind."""
+"""`python -m trainer.inspect PATH [norms=false | row=N | eval_row=N]`: shows a checkpoint, or prepared data."""
 
 import json
 import math
@@ -9,22 +9,29 @@ from typing import Any
 
 from trainer.config.dump import to_flow
 from trainer.config.errors import UserError, command_line, exit_on_user_error, shortened
+from trainer.config.paths import local_path
+from trainer.config.prepared import MANIFEST
 from trainer.config.schema import schema
 from trainer.config.values import read_text
-from trainer.config.words import counted, visible
+from trainer.config.words import TRAINED_COLOUR, TRAINED_PLAIN, counted, visible
 from trainer.runtime.platforms import leave_out_absent_tpu
 
 HELP = """\
-usage: python -m trainer.inspect PATH [norms=false]
+usage: python -m trainer.inspect PATH [norms=false | row=N | eval_row=N]
 
 PATH         a run's folder (its newest checkpoint) or one of its checkpoints/N, also in a bucket; the output of
              trainer.export format=params; a MaxText checkpoint (its run, N, or N/items); a Hugging Face directory; a
-             GGUF file; one .safetensors file
+             GGUF file; one .safetensors file; a folder of trainer.prepare
 norms=false  read headers only: no norms, and checksums are not compared
+
+row=N        of a folder of trainer.prepare: row N, numbered from 0 through the components of a mixture in order: the
+             document of each segment, its place, its tokens, and which of them are trained
+eval_row=N   the same for a held-out row
 
 Prints kind, step, configuration, the position in the data, each parameter with its shape, dtype and norm, and the sizes
 of all other state. For stacked layers, a line shows the norm of all layers and the range of the norms of single layers.
 Loads one array at a time."""
+_OPTIONS = "norms=", "row=", "eval_row="
 _WIDTH = 150
 _MODEL = (
     *("decoder_block", "model_name", "base_num_decoder_layers", "base_emb_dim", "base_num_query_heads"),
@@ -47,7 +54,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     if words and words[0] in ("--help", "-h", "help"):
         print(HELP)
         return
-    path, norms = _read_words(words)
+    path, norms, row = _read_words(words)
+    if "://" not in path and (local_path(path) / MANIFEST).is_file():
+        from trainer.data import shown
+
+        place = local_path(path)
+        for line in (
+            shown.row(place, *row, TRAINED_COLOUR if sys.stdout.isatty() else TRAINED_PLAIN)
+            if row
+            else shown.summary(place)
+        ):
+            print(line)
+        return
+    if row:
+        raise UserError(f"{path}: row=N is for a folder of trainer.prepare, and this folder has no {MANIFEST}")
     leave_out_absent_tpu()
     from trainer.weights.contents import contents_of
 
@@ -57,15 +77,21 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(visible(line, keep=""), flush=True)
 
 
-def _read_words(words: Sequence[str]) -> tuple[str, bool]:
-    options = [word for word in words if word.startswith("norms=")]
-    paths = [word for word in words if not word.startswith("norms=")]
-    if len(paths) != 1 or paths[0].startswith("-"):
-        raise UserError("give one checkpoint: python -m trainer.inspect PATH [norms=false]; see --help")
+def _read_words(words: Sequence[str]) -> tuple[str, bool, tuple[int, bool] | None]:
+    """Returns the path, whether to print norms, and the wanted row with whether it is a held-out one."""
+    options = dict(word.split("=", 1) for word in words if word.startswith(_OPTIONS))
+    paths = [word for word in words if not word.startswith(_OPTIONS)]
+    if len(paths) != 1 or paths[0].startswith("-") or len(options) > 1:
+        raise UserError("give one path: python -m trainer.inspect PATH [norms=false | row=N | eval_row=N]; see --help")
+    for name in ("row", "eval_row"):
+        if name in options:
+            if not options[name].isdecimal():
+                raise UserError(f"{name}={shortened(options[name])}: give the number of a row, from 0 on")
+            return paths[0], True, (int(options[name]), name == "eval_row")
     try:
-        return paths[0], read_text(schema().keys["enable_checkpointing"], options[-1][6:]) if options else True
+        return paths[0], read_text(schema().keys["enable_checkpointing"], options.get("norms", "true")), None
     except ValueError as error:
-        raise UserError(f"{options[-1]}: {error}") from None
+        raise UserError(f"norms={options['norms']}: {error}") from None
 
 
 def _head(contents: Any) -> Iterator[str]:

@@ -121,7 +121,7 @@ def _batches(config: Config, checkpoint: Any, words: Sequence[str], rows: int | 
     own = ["eval_interval=-1"]
     if not {"tokenizer_path", "tokenizer_type"}.intersection(given):
         own.append(f"tokenizer_path={checkpoint.tokenizer}")
-    if "max_target_length" not in given:
+    if not {"max_target_length", "prepared_path"}.intersection(given):
         own.append(f"max_target_length={min(checkpoint.length or _LONGEST, _LONGEST)}")
     dataset = open_dataset(_configuration(config, [*own, *words]), lambda line: print(visible(line)))
     print(f"calibrating with {counted(rows, 'row')} of {visible(str(dataset))}")

@@ -64,10 +64,13 @@ def _of_documents(config: Config) -> None:
         raise UserError(other)
 
 
+TRAIN = Kind("train", _of_documents)
+
+
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line `argv` (default: the arguments of the process)."""
-    run_command(command_line(argv), Kind("train", _of_documents))
+    run_command(command_line(argv), TRAIN)
 
 
 def run_command(words: Sequence[str], kind: Kind) -> None:
@@ -375,7 +378,7 @@ def _say_what_runs(console, loaded: Loaded, run, dataset, run_folder) -> None:
     from trainer.observe.banner import product_rows
     from trainer.sharding import hardware
     from trainer.state import table
-    from trainer.training.passes import passes_text
+    from trainer.training.passes import mixture_lines, passes_text
     from trainer.training.reports import run_work
 
     device, masked = run.mesh.devices.flat[0], [kernel.name for kernel in masked_kernels(run.config)]
@@ -397,7 +400,7 @@ def _say_what_runs(console, loaded: Loaded, run, dataset, run_folder) -> None:
         pipeline=stage_text(stacks(run.config)),
         warnings=[*loaded.warnings, *without_effect_here(run.config, loaded.changed, loaded.config)],
     )
-    for line in chosen(loaded.config, run.config):
+    for line in (*mixture_lines(run.config, dataset), *chosen(loaded.config, run.config)):
         console.say(line)
     if run.config.shard_optimizer_over_data and run.mesh.shape["data"] == 1:
         console.say("warning: shard_optimizer_over_data=true has no effect: the mesh axis data has size 1")

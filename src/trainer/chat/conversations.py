@@ -1,8 +1,6 @@
 """Reads conversations from records: a column of messages, a prompt and its completion, or a user function's result."""
 
 import functools
-import hashlib
-import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,13 +8,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trainer.chat.functions import failure, load_function
 from trainer.chat.template import MARKS
 from trainer.config.capabilities.chat_keys import TOOLS
 from trainer.config.errors import UserError, nearest, shortened
 from trainer.config.json_files import parsed, read_object
 from trainer.config.paths import local_path
 from trainer.data.documents import Record, text_of
+from trainer.data.functions import failure, load_function, source_hash
 from trainer.data.text import mended
 
 Message = dict[str, Any]
@@ -83,11 +81,7 @@ class Formatter:
     @property
     def identity(self) -> Any:
         """A JSON-compatible value that changes with the function's module."""
-        try:
-            source = inspect.getsource(inspect.getmodule(self.function) or self.function)
-        except (OSError, TypeError):  # no source, such as a function of C
-            source = ""
-        return [self.path, repr(self.arguments), hashlib.sha256(source.encode()).hexdigest()]
+        return [self.path, repr(self.arguments), source_hash(self.function)]
 
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self.path, "kwargs": self.kwargs}

@@ -10,15 +10,13 @@ import numpy as np
 from trainer.chat.encoder import ChatEncoder, Example, chat_encoder
 from trainer.chat.pairs import PairEncoder, pair_encoder
 from trainer.config.keys import Config
-from trainer.config.words import counted, visible
+from trainer.config.words import TRAINED_COLOUR, TRAINED_PLAIN, counted, visible
 from trainer.data import prepare
 from trainer.data.cache import cache_root
 from trainer.data.documents import Counts, Record
 from trainer.data.sources import open_source
 
 Say = Callable[[str], None]
-
-_COLOUR, _PLAIN = ("\x1b[1;32m", "\x1b[0m"), ("\u00ab", "\u00bb")
 
 
 def conversations(config: Config, count: int, say: Say) -> None:
@@ -69,7 +67,7 @@ def _show(config: Config, count: int, say: Say, make_encoder: Any, shown: Callab
     records = itertools.chain.from_iterable(corpus.records() for corpus in source.train)
     encoder = make_encoder(config, tokenizer, source.train[0].columns, config.tokenize_train_data)
     counts = Counts(noun=encoder.noun)
-    learnt = "green" if _marks() is _COLOUR else " ".join(_PLAIN)
+    learnt = "green" if _marks() is TRAINED_COLOUR else " ".join(TRAINED_PLAIN)
     say(f"template: {encoder.template.where}; what is learnt is {learnt}")
     for record in itertools.islice(records, count):
         print(shown(encoder, record, counts))
@@ -78,7 +76,7 @@ def _show(config: Config, count: int, say: Say, make_encoder: Any, shown: Callab
 
 
 def _marks() -> tuple[str, str]:
-    return _COLOUR if sys.stdout.isatty() else _PLAIN
+    return TRAINED_COLOUR if sys.stdout.isatty() else TRAINED_PLAIN
 
 
 def _facts(example: Example, kept: np.ndarray) -> str:

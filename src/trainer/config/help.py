@@ -24,6 +24,7 @@ _COMMANDS = {
     "sft": ("[--dry-run | --show N]", "Fine-tunes a language model on conversations."),
     "dpo": ("[--dry-run | --show N]", "Trains a language model to prefer one answer to another."),
     "grpo": ("[--dry-run]", "Improves a language model by its own answers, which reward functions judge."),
+    "prepare": ("out=FOLDER", "Tokenizes and packs data in several processes, for prepared_path=FOLDER in training."),
     "train_compile": ("", "Compiles the training step for compile_topology; reports memory, FLOPs and time."),
     "plan": (
         "[search.KEY=A,B ...] [objective=batch] [global_batch_tokens=N] [compiles=N] [journal=FILE] [--json]",

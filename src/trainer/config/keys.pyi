@@ -102,6 +102,10 @@ class Config(Mapping[str, Any]):
     diloco_outer_lr: float
     diloco_outer_momentum: float
     diloco_sync_period: int
+    document_filter: str
+    document_max_length: int
+    document_min_length: int
+    document_normalization: str
     dpo_algo: str
     dpo_beta: float
     dpo_label_smoothing: float
@@ -109,6 +113,7 @@ class Config(Mapping[str, Any]):
     dpo_orpo_lambda: float
     drain_seconds: float
     drhs_grad_quantization_calibration_method: str
+    drop_duplicates: bool
     dropout_rate: float
     dtype: str
     dump_hlo: bool
@@ -282,6 +287,9 @@ class Config(Mapping[str, Any]):
     prefill_chunk_size: int
     prefix_caching_by_token: bool
     prefix_caching_hbm_byte: int
+    prepare_part_mib: float
+    prepare_workers: int
+    prepared_path: str
     process_id: int
     profile_periodically_period: int
     profiler: str

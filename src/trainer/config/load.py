@@ -34,6 +34,7 @@ from trainer.config.help import Question, explanation, help_text, question
 from trainer.config.keys import Config
 from trainer.config.maxtext import base_yml, verdicts
 from trainer.config.paths import path_problem
+from trainer.config.prepared import of_prepared
 from trainer.config.reader import Reader, Setting, merge
 from trainer.config.scale import growth, scaled
 from trainer.config.schema import Schema, schema
@@ -144,6 +145,11 @@ def begin(
     return begun
 
 
+def unchecked(argv: Sequence[str], environment: Mapping[str, str] | None = None) -> Config:
+    """Returns the keys of a command line, before they are checked together. Its preset is left out."""
+    return _begin(argv, COMMAND_LINE, environment, None).config
+
+
 def _begin(
     argv: Sequence[str], source: str, environment: Mapping[str, str] | None, defaults: Mapping[str, Any] | None
 ) -> "Begun":
@@ -168,7 +174,9 @@ def _begin(
     if any(file.path == MAXTEXT_YML for file in files):
         values |= _of_program(reader, values | given)
     preset = _preset(reader, (values | given)["model_name"])
-    return Begun(_config(merge(values, given)), given, reader, yml, files, values, preset, notes, not_keys)
+    prepared = _prepared(reader, values | given, given)
+    config = _config(merge(values | prepared, given))
+    return Begun(config, given, reader, yml, files, values, preset, prepared, notes, not_keys)
 
 
 @dataclass(frozen=True)
@@ -188,6 +196,7 @@ class Begun:
     _files: Sequence[YmlFile]
     _values: dict[str, Setting]
     _preset: dict[str, Setting]
+    _prepared: dict[str, Setting]
     _notes: list[str]
     _not_keys: list[str]
     loaded: Loaded | None = None
@@ -212,7 +221,7 @@ class Begun:
         preset = self._preset
         if described:
             preset = read_words(reader, as_words(described.keys), described.where)
-        values = merge(merge(self._values, preset), given)
+        values = merge(merge(self._values, preset) | self._prepared, given)
         config = _config(values) if preset else self.config
         own = defaults_from_model(config)
         values |= {name: Setting(*own[name]) for name in own if values[name].where == DEFAULT}
@@ -266,6 +275,16 @@ def _of_program(reader: Reader, known: Mapping[str, Setting]) -> dict[str, Setti
     where = f"{MAXTEXT_YML.name}, {path.parent.name}/{path.name}"
     settings = reader.file(YmlFile(path, read_file(path)[0]))
     return {name: Setting(own.value, where) for name, own in settings.items()}
+
+
+def _prepared(reader: Reader, known: Mapping[str, Setting], given: Mapping[str, Setting]) -> dict[str, Setting]:
+    """Returns the settings of the folder at prepared_path, {} without one."""
+    path = known["prepared_path"].value
+    if not path or "prepared_path" in reader.broken or path_problem(path):
+        return {}
+    settings, mistakes = of_prepared(path, known, given)
+    reader.mistakes += mistakes
+    return settings
 
 
 def _config(settings: Mapping[str, Setting]) -> Config:

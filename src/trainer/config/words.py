@@ -2,6 +2,9 @@
 
 import unicodedata
 
+# Marks around trained text: on a terminal, and elsewhere.
+TRAINED_COLOUR, TRAINED_PLAIN = ("\x1b[1;32m", "\x1b[0m"), ("\u00ab", "\u00bb")
+
 
 def counted(number: int, one: str, many: str = "") -> str:
     """Returns `number` with its noun: "1 step", "2,000 steps". `many` is the plural; default: `one` with an s."""

@@ -26,11 +26,14 @@ def cache_root(data_cache_directory: str) -> Path:
     return user_cache()
 
 
-def ensure(folder: Path, build: Callable[[Path], dict[str, Any]], progress: Progress) -> None:
+def ensure(
+    folder: Path, build: Callable[[Path], dict[str, Any]], progress: Progress, *, continues: bool = False
+) -> None:
     """Makes `folder` unless it exists. `build(temporary folder)` writes its files and returns the dict META.
 
     The temporary folder is next to `folder` and is renamed to it at the end. If several processes call this, one builds
-    and the others wait. Raises UserError if the files cannot be written.
+    and the others wait. `continues`: whether `build` can start from the temporary folder of a process that was
+    interrupted. Raises UserError if the files cannot be written.
     """
     temporary = folder.with_name(folder.name + ".tmp")
     try:
@@ -38,21 +41,28 @@ def ensure(folder: Path, build: Callable[[Path], dict[str, Any]], progress: Prog
         with _locked(folder.with_name(folder.name + ".lock"), progress):
             if folder.exists():
                 return
-            # This process has the lock, so these are remnants of a process that died.
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir()
-            try:
-                meta = build(temporary)
-                meta["files"] = _describe(temporary, _files(temporary))
-                (temporary / META).write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
-                temporary.rename(folder)
-            finally:
+            if not continues:
+                # This process has the lock, so these are remnants of a process that died.
                 shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(exist_ok=True)
+            try:
+                commit(temporary, folder, build(temporary))
+            except BaseException as error:
+                if not (continues and isinstance(error, KeyboardInterrupt | Unfinished)):
+                    shutil.rmtree(temporary, ignore_errors=True)
+                raise
     except OSError as error:
         raise UserError(
             f"cannot write the prepared data to {folder.parent}: {error.strerror or error}; "
             "set data_cache_directory to a writable folder with enough space"
         ) from error
+
+
+def commit(temporary: Path, folder: Path, meta: dict[str, Any]) -> None:
+    """Adds META, with checksums of all files, to a folder, and gives the folder its name."""
+    described = meta | {"files": _describe(temporary, _files(temporary))}
+    (temporary / META).write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
+    temporary.rename(folder)
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
@@ -77,6 +87,10 @@ def read_meta(folder: Path) -> dict[str, Any]:
 def damaged(folder: Path, name: str, what: str) -> UserError:
     """Returns the error for file `name` of a prepared folder. `what` continues the sentence after the name."""
     return UserError(f"prepared data: {folder / name} {what}; delete {folder} and the next run prepares it again")
+
+
+class Unfinished(UserError):
+    """The work was interrupted; the same command continues it."""
 
 
 @contextlib.contextmanager

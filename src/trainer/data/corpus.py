@@ -1,17 +1,35 @@
 """A corpus: documents of one kind, in any format, in one or more files."""
 
 import hashlib
+import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from trainer.data.documents import Record, is_held_out
+from trainer.data.documents import Counts, Record, is_held_out
+from trainer.data.filters import Filters
 from trainer.data.readers import Columns, Part
 from trainer.runtime.remote import RemoteFile
 
 WHOLE_CONTENT = 256 << 20  # bytes; the fingerprint of a source up to this size reads all of it
 _ENDS = 1 << 16  # bytes that the fingerprint of a larger source reads at each end of a file
+
+
+class Piece(NamedTuple):
+    """Records of part `part` of a corpus, from cursor `start` to `stop`, see `Part.read`. They are the share `share` of
+    the part, after the share `first`. `weight`: their size."""
+
+    part: int
+    weight: float
+    start: int = 0
+    stop: int | None = None
+    first: float = 0.0
+    share: float = 1.0
+
+    def done(self, share: float) -> float:
+        """Returns the share of the piece that is read when `share` of the part is read."""
+        return min(1.0, max(0.0, (share - self.first) / self.share))
 
 
 @dataclass(frozen=True)
@@ -25,6 +43,7 @@ class Corpus:
       columns: the columns of a record.
       held_out: the share of records held out for evaluation; 0 if evaluation has separate documents.
       evaluates: whether this corpus is the held-out share; otherwise it is the remaining share.
+      filters: change and drop records; None: all records are kept unchanged.
     """
 
     name: str
@@ -33,20 +52,50 @@ class Corpus:
     columns: Columns = ("text",)
     held_out: float = 0.0
     evaluates: bool = False
+    filters: Filters | None = None
 
-    def wants(self, record: Record) -> bool:
-        """Returns whether a record of the parts belongs to the corpus."""
-        return not self.held_out or is_held_out(record.key(), self.held_out) == self.evaluates
+    def taken(self, record: Record, counts: Counts) -> Record | None:
+        """Returns a record of the parts as it is encoded; None if it is not in the corpus, or if a filter drops it,
+        which is counted."""
+        found = self.filters.apply(record, self.columns, counts) if self.filters else record
+        if found is None or (self.held_out and is_held_out(found.key(), self.held_out) != self.evaluates):
+            return None
+        return found
 
-    def records(self, track: Callable[[float], None] = lambda share: None) -> Iterator[Record]:
-        """Yields the records in order. Calls `track` with the share read so far."""
-        total, before = sum(part.weight for part in self.parts), 0
-        for part in self.parts:
-            for _, share, record in part.read():
-                track((before + share * part.weight) / total)
-                if self.wants(record):
-                    yield record
-            before += part.weight
+    def records(
+        self,
+        track: Callable[[float], None] = lambda share: None,
+        pieces: "Sequence[Piece] | None" = None,
+        counts: Counts | None = None,
+    ) -> Iterator[Record]:
+        """Yields the records in order; of `pieces`, if given. Calls `track` with the share of them read so far, and
+        adds dropped records to `counts`."""
+        if pieces is None:
+            pieces = [Piece(i, part.weight) for i, part in enumerate(self.parts)]
+        total, before, counts = sum(piece.weight for piece in pieces), 0.0, counts or Counts()
+        for piece in pieces:
+            for _, share, record in self.parts[piece.part].read(piece.start, piece.stop):
+                track((before + piece.done(share) * piece.weight) / total)
+                if (found := self.taken(record, counts)) is not None:
+                    yield found
+            before += piece.weight
+
+    def pieces(self, size: int) -> list[list["Piece"]]:
+        """Returns all pieces of the corpus, in order, in groups of about `size` bytes; one group if `size` is 0. A part
+        that cannot be cut is one piece, so its group may be larger."""
+        groups: list[list[Piece]] = [[]]
+        total = 0.0
+        for i, part in enumerate(self.parts):
+            count = round(part.size / size) if size else 1
+            edges = [0, *(part.cuts(count) if count > 1 else ()), None]
+            for j, (start, stop) in enumerate(itertools.pairwise(edges)):
+                weight = part.size / (len(edges) - 1)
+                if size and groups[-1] and total + weight > size:
+                    groups.append([])
+                    total = 0.0
+                groups[-1].append(Piece(i, weight, start or 0, stop, j / (len(edges) - 1), 1 / (len(edges) - 1)))
+                total += weight
+        return groups
 
     @property
     def label(self) -> str:
@@ -60,8 +109,9 @@ class Corpus:
     @property
     def identity(self) -> str:
         """The fingerprint, and the share of the records in this corpus."""
+        filters = f" {self.filters.identity}" if self.filters else ""
         restored = " restored" if any(part.restores for part in self.parts) else ""
-        return f"{self.fingerprint} {self.columns} {self.held_out} {self.evaluates}{restored}"
+        return f"{self.fingerprint} {self.columns} {self.held_out} {self.evaluates}{restored}{filters}"
 
 
 def file_fingerprint(paths: Sequence[Any], also: str = "") -> str:

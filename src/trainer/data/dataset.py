@@ -2,11 +2,10 @@
 
 import dataclasses
 import functools
-import hashlib
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from trainer.config.capabilities.data_keys import parse_mixture
 from trainer.config.capabilities.invariant_keys import TILE
 from trainer.config.capabilities.token_keys import token_files
 from trainer.config.errors import UserError
@@ -18,10 +17,10 @@ from trainer.data.synthetic import EVAL_OFFSET, EVAL_ROWS, SyntheticRows
 from trainer.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from trainer.data.corpus import Corpus
     from trainer.data.documents import Encoder
-    from trainer.data.packing import Packing
-    from trainer.data.sources import Source
+    from trainer.data.opened import Opened
+    from trainer.data.prepare import Rows
+    from trainer.data.prepared import Prepared
 
 Say = Callable[[str], None]
 
@@ -31,6 +30,15 @@ class Epoch(NamedTuple):
 
     rows: int
     content: str
+
+
+class Component(NamedTuple):
+    """A component of a mixture: its share of all rows, and the rows and the trained tokens of one pass over it."""
+
+    label: str
+    share: float
+    rows: int
+    tokens: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +52,7 @@ class Dataset:
       summary: one line for users.
       repeats: whether training repeats the first batch of the stream forever.
       epoch: one pass; None if the data are endless or their length is unknown.
+      mixture: the components of a mixture of prepared rows.
     """
 
     evaluation: RowSource | None
@@ -53,6 +62,7 @@ class Dataset:
     open_stream: Callable[..., Stream]
     repeats: bool = False
     epoch: Epoch | None = None
+    mixture: Sequence[Component] = ()
 
     @property
     def fingerprint(self) -> str:
@@ -110,52 +120,57 @@ def open_dataset(config: Config, say: Say, make_encoder: MakeEncoder = text_enco
         summary=f"{dataset.summary}; reuse_example_batch: trains on the first batch only",
         repeats=True,
         epoch=None,
+        mixture=(),
     )
 
 
 def _of_documents(config: Config, say: Say, make_encoder: MakeEncoder) -> Dataset:
     # Imported late, because synthetic runs need no tokenizer.
-    from trainer.data import prepare
     from trainer.data.cache import cache_root
-    from trainer.data.packing import Packing
-    from trainer.data.sources import open_source
+    from trainer.data.opened import open_documents
+    from trainer.data.prepared import open_place
 
-    source, root = open_source(config, say), cache_root(config.data_cache_directory)
-    tokenizer = prepare.open_tokenizer(config, source.train, source.weights, root, say)
-    packing = Packing(
-        config.max_target_length,
-        config.grain_packing_type,
-        config.packing,
-        config.max_segments_per_seq,
-        config.use_truncation,
-        alignment(config),
+    if config.prepared_path:
+        prepared, tokenizer = open_place(config)
+        return of_rows(config, prepared, tokenizer, config.prepared_path)
+    root = cache_root(config.data_cache_directory)
+    opened = open_documents(config, root, say, make_encoder)
+    if config.data_pipeline == "prepared":
+        return of_rows(config, opened.prepare(say), opened.tokenizer, str(root))
+    order, rows = _order(config), opened.evaluation
+    return Dataset(
+        rows and rows.source,
+        opened.tokenizer,
+        opened.identity("streaming") | {"order": _order_words(config, order)},
+        f"{opened.source.name}: tokenized and packed while it trains; {_held_out(rows, opened.encoder.noun)} ({root})",
+        _streamed(opened, order, config.grain_worker_count, say),
     )
 
-    def encoder(corpus: "Corpus", tokenize: bool) -> "Encoder":
-        return make_encoder(config, tokenizer, corpus.columns, tokenize)
 
-    evaluation, held_out = None, "no evaluation"
-    if config.eval_interval > 0:
-        if not source.evaluation:
-            raise _no_evaluation(config)
-        first = source.evaluation[0]
-        encode = encoder(first, config.tokenize_train_data if first.evaluates else config.tokenize_eval_data)
-        evaluation, meta = prepare.open_rows(source.evaluation, encode, packing, "held-out", root, say)
-        held_out = f"held out {_facts(meta, encode.noun, 'evaluated')}"
-    encode = encoder(source.train[0], config.tokenize_train_data)
-    order, epoch = _order(config), None
-    if config.data_pipeline == "streaming":
-        facts = "tokenized and packed while it trains"
-        open_stream = _streamed(source, encode, packing, order, config.grain_worker_count, say)
-    else:
-        open_stream, facts, epoch = _prepared(source, encode, packing, order, root, say)
+def of_rows(config: Config, prepared: "Prepared", tokenizer: Tokenizer | None, place: str) -> Dataset:
+    """Returns the data set of prepared rows. `place`: where they are, for users."""
+    order, noun = _order(config), prepared.noun
+    (rows, *others), evaluation = prepared.train, prepared.evaluation if config.eval_interval > 0 else None
+    facts = " + ".join(_facts(rows.meta, noun) for rows in prepared.train)
     return Dataset(
-        evaluation,
+        evaluation and evaluation.source,
         tokenizer,
-        _identity(config, source, encode, packing, order),
-        f"{source.name}: {facts}; {held_out} ({root})",
-        open_stream,
-        epoch=epoch,
+        prepared.identity | {"order": _order_words(config, order)},
+        f"{prepared.name}: {facts}; {_held_out(evaluation, noun)} ({place})",
+        _stream_of_rows([rows.source for rows in prepared.train], prepared.weights, order),
+        epoch=None if others else Epoch(rows.source.size, counted(rows.meta["documents"], noun)),
+        mixture=_mixture(
+            prepared.labels, prepared.weights, [(own.source.size, own.meta["tokens"]) for own in prepared.train]
+        ),
+    )
+
+
+def _mixture(labels: Sequence[str], weights: Sequence[int], sizes: Sequence[tuple[int, int]]) -> tuple[Component, ...]:
+    if len(labels) == 1:
+        return ()
+    return tuple(
+        Component(label, weight / sum(weights), *size)
+        for label, weight, size in zip(labels, weights, sizes, strict=True)
     )
 
 
@@ -164,30 +179,37 @@ def _of_tokens(config: Config, say: Say) -> Dataset:
     from trainer.data import megatron, prepare
     from trainer.data.cache import cache_root
     from trainer.data.mixture import whole_weights
+    from trainer.data.prepared import short
 
     root = cache_root(config.data_cache_directory)
     tokenizer = prepare.open_tokenizer(config, (), (), root, say)
     train, fractions, evaluation, documents = megatron.open_files(config, say)
     if config.eval_interval > 0 and evaluation is None:
-        raise _no_evaluation(config)
+        raise no_evaluation(config)
     weights, order = whole_weights(fractions), _order(config)
     facts = [_facts(vars(rows)) for rows in train]
     held_out = f"held out {_facts(vars(evaluation), tokens='evaluated')}" if evaluation else "no evaluation"
     identity = {
         "format": prepare.FORMAT,
         "way": config.data_pipeline,
-        "documents": f"{_short([documents, config.vocab_size])}, weights {':'.join(map(str, weights))}",
-        "tokenizer": _short(tokenizer.fingerprint) if tokenizer else None,
+        "documents": f"{short([documents, config.vocab_size])}, weights {':'.join(map(str, weights))}",
+        "tokenizer": short(tokenizer.fingerprint) if tokenizer else None,
         "length": config.max_target_length,
-        "packing": _words(megatron.boundaries(config)),
+        "packing": words(megatron.boundaries(config)),
         "order": _order_words(config, order),
     }
     summary = f"{config.grain_file_type} files {config.grain_train_files}: {' + '.join(facts)}; {held_out}"
     epoch = Epoch(train[0].size, facts[0].partition(",")[0]) if len(train) == 1 else None
-    return Dataset(evaluation, tokenizer, identity, summary, _stream_of_rows(train, weights, order), epoch=epoch)
+    patterns = [
+        pattern for pattern, _ in parse_mixture(config.grain_train_files, config.grain_train_mixture_config_path)
+    ]
+    mixture = _mixture(patterns, weights, [(rows.size, rows.tokens) for rows in train])
+    open_stream = _stream_of_rows(train, weights, order)
+    return Dataset(evaluation, tokenizer, identity, summary, open_stream, epoch=epoch, mixture=mixture)
 
 
-def _no_evaluation(config: Config) -> UserError:
+def no_evaluation(config: Config) -> UserError:
+    """Returns the error for a data set that has nothing to evaluate on."""
     return UserError(
         f"eval_interval={config.eval_interval}, but the data have nothing to evaluate on: set the files or split of "
         "evaluation (grain_eval_files, eval_split, hf_eval_split, hf_eval_files), a held_out_share, or eval_interval=-1"
@@ -225,18 +247,6 @@ def _order(config: Config) -> dict[str, Any]:
     return {"seed": seed if shuffle else 0, "shuffle": shuffle}
 
 
-def _prepared(
-    source: "Source", encoder: "Encoder", packing: "Packing", order: dict[str, Any], root: Path, say: Say
-) -> tuple[Callable[..., Stream], str, Epoch | None]:
-    from trainer.data import prepare
-
-    opened = [prepare.open_rows([corpus], encoder, packing, "train", root, say) for corpus in source.train]
-    facts = " + ".join(_facts(meta, encoder.noun) for _, meta in opened)
-    (rows, meta), *others = opened
-    epoch = None if others else Epoch(rows.size, counted(meta["documents"], encoder.noun))
-    return _stream_of_rows([rows for rows, _ in opened], source.weights, order), facts, epoch
-
-
 def _stream_of_rows(
     sources: Sequence[RowSource], weights: Sequence[int], order: dict[str, Any]
 ) -> Callable[..., Stream]:
@@ -246,11 +256,10 @@ def _stream_of_rows(
     return functools.partial(PreparedStream, rows, **order)
 
 
-def _streamed(
-    source: "Source", encoder: "Encoder", packing: "Packing", order: dict[str, Any], workers: int, say: Say
-) -> Callable[..., Stream]:
+def _streamed(opened: "Opened", order: dict[str, Any], workers: int, say: Say) -> Callable[..., Stream]:
     from trainer.data.prepare import check_trainable
 
+    source, encoder, packing = opened.source, opened.encoder, opened.packing
     for corpus in source.train:
         check_trainable(corpus, encoder, packing)
 
@@ -268,33 +277,16 @@ def _facts(meta: dict[str, Any], noun: str = "document", tokens: str = "trained"
     return f"{counted(meta['documents'], noun)}, {counted(meta['tokens'], f'{tokens} token')}"
 
 
-def _identity(
-    config: Config, source: "Source", encoder: "Encoder", packing: "Packing", order: dict[str, Any]
-) -> dict[str, Any]:
-    from trainer.data.prepare import FORMAT
-
-    facts = [[corpus.identity for corpus in source.train], encoder.identity | {"tokenizer": None}]
-    return {
-        "format": FORMAT,
-        "way": config.data_pipeline,
-        "documents": f"{_short(facts)}, weights {':'.join(map(str, source.weights))}",
-        "tokenizer": _short(encoder.tokenizer.fingerprint) if encoder.tokenizer else None,
-        "length": packing.length,
-        # Both contain every setting, so that none is missed.
-        "packing": _words(packing.identity),
-        "order": _order_words(config, order),
-    }
+def _held_out(rows: "Rows | None", noun: str) -> str:
+    return f"held out {_facts(rows.meta, noun, 'evaluated')}" if rows else "no evaluation"
 
 
 def _order_words(config: Config, order: dict[str, Any]) -> str:
     from trainer.data.order import VERSION
 
-    return _words(order | ({"version": VERSION} if config.enable_data_shuffling else {}))
+    return words(order | ({"version": VERSION} if config.enable_data_shuffling else {}))
 
 
-def _words(settings: dict[str, Any]) -> str:
+def words(settings: dict[str, Any]) -> str:
+    """Returns settings as text, for an identity."""
     return ", ".join(f"{name} {value}" for name, value in settings.items())
-
-
-def _short(facts: Any) -> str:
-    return hashlib.sha256(repr(facts).encode()).hexdigest()[:12]

@@ -13,8 +13,22 @@ from trainer.data.text import canonical, decoded, encoding_hint, mended
 from trainer.data.tokenizer import Tokenizer
 
 
+class Place(NamedTuple):
+    """The location of a record, printable with `str`: a file or table, and the record's number there.
+
+    `unit` is the noun before the number; "": the file is the record.
+    """
+
+    name: str
+    number: int = 0
+    unit: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.unit} {self.number}" if self.unit else self.name
+
+
 class Record(NamedTuple):
-    """A record of a source: its location, printable with `str`, and the values of its columns: text, bytes or ids."""
+    """A record of a source: its location, a `Place` or similar, and the values of its columns: text, bytes or ids."""
 
     where: Any
     values: tuple[Any, ...]

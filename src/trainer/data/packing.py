@@ -7,7 +7,7 @@ Aligned segments also have padding between them. A document that others must fol
 
 Each row comes with the point from which to resume after it, `Resume(mark, skip, rows)`. To resume, start with the
 document that came with `mark`, without its first `skip` pairs, and drop the first `rows` of the resulting rows, which
-have already been returned.
+have already been returned. The third value lists the origin of each segment of the row.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -28,6 +28,23 @@ class Resume(NamedTuple):
     mark: Any
     skip: int
     rows: int
+
+
+class Origin(NamedTuple):
+    """The beginning of a segment: pair `start` of the document that came with `mark`, or, if `after` is not 0, of the
+    `after`-th document in its `Document.after`."""
+
+    mark: Any
+    start: int
+    after: int = 0
+
+
+class Packed(NamedTuple):
+    """A row with what the module docstring describes."""
+
+    row: PackedRow
+    resume: Resume
+    origins: list[Origin]
 
 
 @dataclass(frozen=True)
@@ -57,9 +74,7 @@ class Packing:
             found["kind"] += ", bounded"  # earlier versions ignored max_segments
         return found
 
-    def rows(
-        self, documents: Iterable[tuple[Any, Document]], counts: Counts, skip: int = 0
-    ) -> Iterator[tuple[PackedRow, Resume]]:
+    def rows(self, documents: Iterable[tuple[Any, Document]], counts: Counts, skip: int = 0) -> Iterator[Packed]:
         """Yields the rows of `documents`, which are pairs of a mark and a document. Omits the first `skip` pairs of the
         first document."""
         documents = self._counted(documents, counts)
@@ -89,16 +104,19 @@ class _Row:
     segments: int = 0
     documents: int = 0
     arrays: PackedRow = field(default_factory=dict)
+    origins: list[Origin] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.arrays = {name: np.zeros(self.length, np.int32) for name in ("inputs", "targets", "segmentation", "loss")}
 
-    def add(self, document: Document, start: int, stop: int) -> None:
+    def add(self, mark: Any, document: Document, start: int, stop: int) -> None:
         """Appends pairs [start, stop) of a document as a new segment, and the documents in `after`."""
         self.documents += 1
         self._append(document, start, stop)
-        for behind in document.after:
+        self.origins.append(Origin(mark, start))
+        for i, behind in enumerate(document.after, 1):
             self._append(behind, 0, behind.pairs)
+            self.origins.append(Origin(mark, 0, i))
 
     def _append(self, document: Document, start: int, stop: int) -> None:
         here = slice(self.fill, self.fill + stop - start)
@@ -110,9 +128,7 @@ class _Row:
         self.fill = here.stop + -here.stop % self.align
 
 
-def _concat(
-    documents: Iterable[tuple[Any, Document]], packing: Packing, counts: Counts, skip: int
-) -> Iterator[tuple[PackedRow, Resume]]:
+def _concat(documents: Iterable[tuple[Any, Document]], packing: Packing, counts: Counts, skip: int) -> Iterator[Packed]:
     """Concatenates documents and splits them into rows. A row with the maximum number of segments ends there."""
     length = packing.length
     row = _Row(length, packing.align)
@@ -121,20 +137,18 @@ def _concat(
         start, skip, pairs = skip, 0, document.pairs
         while start < pairs:
             stop = min(pairs, start + length - row.fill)
-            row.add(document, start, stop)
+            row.add(mark, document, start, stop)
             if stop < pairs:
                 counts.split += start == 0
             start = stop
             if row.fill == length or row.segments == packing.max_segments:
-                yield row.arrays, Resume(mark, start, 0)
+                yield Packed(row.arrays, Resume(mark, start, 0), row.origins)
                 row = _Row(length, packing.align)
     if row.fill:
-        yield row.arrays, Resume(None, 0, 0)
+        yield Packed(row.arrays, Resume(None, 0, 0), row.origins)
 
 
-def _fit(
-    documents: Iterable[tuple[Any, Document]], packing: Packing, counts: Counts, skip: int
-) -> Iterator[tuple[PackedRow, Resume]]:
+def _fit(documents: Iterable[tuple[Any, Document]], packing: Packing, counts: Counts, skip: int) -> Iterator[Packed]:
     """Packs each piece of a document, unsplit, into a row of a group: the first row with enough space (first_fit) or
     the fullest one with enough space (best_fit). A piece that fits into no row of the group ends the group."""
     length = packing.length
@@ -163,7 +177,7 @@ def _fit(
                 begin = begin if group else Resume(mark, piece, 0)
                 group.append(_Row(length, packing.align))
                 room = group[-1:]
-            choose(room).add(document, piece, stop)
+            choose(room).add(mark, document, piece, stop)
     yield from _given(group, begin, Resume(None, 0, 0))
 
 
@@ -171,6 +185,6 @@ def _fullest(rows: list[_Row]) -> _Row:
     return max(rows, key=lambda row: row.fill)
 
 
-def _given(group: list[_Row], begin: Resume, after: Resume) -> Iterator[tuple[PackedRow, Resume]]:
+def _given(group: list[_Row], begin: Resume, after: Resume) -> Iterator[Packed]:
     for i, row in enumerate(group, 1):
-        yield row.arrays, after if i == len(group) else begin._replace(rows=i)
+        yield Packed(row.arrays, after if i == len(group) else begin._replace(rows=i), row.origins)

@@ -1,17 +1,14 @@
 """data_pipeline=prepared: tokenizes and packs documents once, into folders that later runs reuse."""
 
 import hashlib
-import itertools
 import json
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
 from trainer.config.capabilities.chat_keys import METHODS
 from trainer.config.capabilities.token_keys import token_files
@@ -19,18 +16,18 @@ from trainer.config.errors import UserError
 from trainer.config.keys import Config
 from trainer.config.words import counted
 from trainer.data import cache
+from trainer.data.bar import Bar
 from trainer.data.cache import Progress
 from trainer.data.corpus import Corpus
-from trainer.data.documents import Counts, Document, Encoder
-from trainer.data.packing import PackedRow, Packing
-from trainer.data.rows import FILE, SUMS, StoredRows, write
+from trainer.data.documents import Counts, Encoder
+from trainer.data.packing import Packing
+from trainer.data.parts import Work, documents_of, parts_of, total, write_parts
+from trainer.data.rows import FILE, SUMS, StoredRows
 from trainer.data.tokenizer import MIN_VOCAB_SIZE, Tokenizer, train_bpe
 from trainer.data.tokenizer_files import load_tokenizer
 
 FORMAT = 3  # incremented if the rows of equal documents change, so that older folders and positions are refused
 BPE_BYTES = 64 << 20  # the maximum bytes of text for training a BPE
-_CHUNK = 64  # documents to encode at once
-_INTERVAL = 10.0  # seconds between two lines of progress if stderr is not a terminal
 
 
 def open_tokenizer(
@@ -73,7 +70,7 @@ def open_tokenizer(
     def build(temporary: Path) -> dict[str, Any]:
         texts = _texts(train, weights)
         say(f"training a BPE of {size} tokens on {sum(map(len, texts)) / 1e6:.1f} MB of text")
-        with _Bar(say, f"a BPE of {size} tokens"):
+        with Bar(say, f"a BPE of {size} tokens"):
             train_bpe(texts, size).save(temporary)
         return {"vocab_size": size}
 
@@ -97,12 +94,34 @@ def _texts(train: Sequence[Corpus], weights: Sequence[int]) -> list[str]:
     return texts
 
 
-def open_rows(
-    corpora: Sequence[Corpus], encoder: Encoder, packing: Packing, folder_name: str, root: Path, say: Progress
-) -> tuple[Any, dict[str, Any]]:
-    """Returns the concatenated rows of the corpora, and the meta.json of their folder. Prepares them if necessary.
+class Rows(NamedTuple):
+    """Prepared rows in a folder, and the folder's META."""
 
-    The folder's name is a hash of everything that determines the rows: records, tokenizer and packing.
+    folder: Path
+    meta: dict[str, Any]
+    source: StoredRows
+
+
+class Cut(NamedTuple):
+    """How the work is divided: into parts of about `size` bytes, 0: one part, for up to `workers` processes, 0: one for
+    each core."""
+
+    size: int = 0
+    workers: int = 1
+
+
+def open_rows(
+    corpora: Sequence[Corpus],
+    encoder: Encoder,
+    packing: Packing,
+    folder_name: str,
+    root: Path,
+    say: Progress,
+    cut: Cut = Cut(),  # noqa: B008
+) -> Rows:
+    """Returns the concatenated rows of the corpora. Prepares them if necessary.
+
+    The folder's name is a hash of everything that determines the rows: records, tokenizer, packing and parts.
     """
     identity = {
         "format": FORMAT,
@@ -111,63 +130,61 @@ def open_rows(
         "encoding": encoder.identity,
         "packing": packing.identity,
     }
+    parts = parts_of(corpora, cut.size)
+    if len(parts) > 1:
+        identity["parts"] = [[(i, piece.part, piece.start, piece.stop) for i, piece in part] for part in parts]
     folder = root / f"{folder_name}-l{packing.length}-{_key(identity)}"
     if not folder.exists():
-        cache.ensure(folder, lambda temporary: identity | _build(temporary, corpora, encoder, packing, say), say)
+        if len(parts) > 1:
+            identity["parts"] = len(parts)  # the pieces may be many
+
+        def build(temporary: Path) -> dict[str, Any]:
+            return identity | _build(Work(corpora, encoder, packing, parts, temporary), cut.workers, say)
+
+        cache.ensure(folder, build, say, continues=len(parts) > 1)
+    return read_rows(folder)
+
+
+def read_rows(folder: Path, limit: int = 1 << 31) -> Rows:
+    """Returns the rows in a folder that `open_rows` made. `limit`: the upper bound (exclusive) of their ids. Raises
+    UserError if the folder is damaged."""
     meta = cache.read_meta(folder)
-    if "rows" not in meta:
-        raise cache.damaged(folder, cache.META, "lacks an entry ('rows')")
-    rows = StoredRows(folder)
-    if rows.size != meta["rows"]:
-        raise cache.damaged(folder, cache.META, f"states {meta['rows']} rows, but there are {rows.size}")
-    return rows, meta
+    try:
+        stored = [(folder / Path(name).name, int(count)) for name, count in meta.get("stored", [("", meta["rows"])])]
+        meta["tokens"], meta["documents"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise cache.damaged(folder, cache.META, f"lacks an entry ({error})") from error
+    return Rows(folder, meta, StoredRows(stored, limit))
 
 
-def _build(
-    folder: Path, corpora: Sequence[Corpus], encoder: Encoder, packing: Packing, say: Progress
-) -> dict[str, Any]:
-    """Writes the rows into `folder` and returns the counts for META. Raises UserError if no token bears loss."""
-    name = _label(corpora)
-    say(f"tokenizing and packing {name}")
-    counts, totals, pairs = Counts(noun=encoder.noun), {"rows": 0, "tokens": 0}, 0
-    lengths = encoder.tokenizer.bytes_per_token if encoder.tokenizer else None
-    target_bytes = 0
-
-    def summed(rows: Iterable[tuple[PackedRow, Any]]) -> Iterator[PackedRow]:
-        nonlocal pairs, target_bytes
-        for row, _ in rows:
-            pairs += int(np.count_nonzero(row["segmentation"]))
-            targets = row["targets"][row["loss"] != 0]
-            totals["rows"] += 1
-            totals["tokens"] += len(targets)
-            if lengths is not None:
-                target_bytes += int(lengths[targets].sum())
-            yield row
-
-    with _Bar(say, name) as bar:
-        documents = ((None, document) for document in encoded_documents(corpora, encoder, counts, bar))
-        rows = summed(packing.rows(documents, counts))
-        first = next(rows, None)
-        if first is None:
-            raise no_text(corpora, counts, packing)
-        rows = itertools.chain([first], rows)
-        write(folder, rows, length=packing.length, vocab_size=encoder.limit, masked=encoder.masked)
-    if not totals["tokens"]:
-        raise no_loss(corpora, pairs, counts, packing)
-    if encoder.whole and lengths is not None and not counts.cut:
-        assert target_bytes == counts.bytes, f"targets stand for {target_bytes} bytes of {counts.bytes}"
+def _build(work: Work, workers: int, say: Progress) -> dict[str, Any]:
+    """Writes the rows of all parts and returns their entries of META. Raises UserError if no token bears loss."""
+    corpora, packing, name = work.corpora, work.packing, _label(work.corpora)
+    workers = workers or os.cpu_count() or 1
+    parts = f" in {len(work.parts)} parts" if len(work.parts) > 1 else ""
+    say(f"tokenizing and packing {name}{parts}")
+    written = write_parts(work, workers, name, say)
+    totals, counts = total(written, work.encoder.noun)
+    if not totals.rows:
+        raise no_text(corpora, counts, packing)
+    if not totals.tokens:
+        raise no_loss(corpora, totals.pairs, counts, packing)
     for note in counts.notes():
         say(note)
-    records, tokens = counted(counts.documents, counts.one), counted(totals["tokens"], "trained token")
-    say(f"prepared {counted(totals['rows'], 'row')}: {records}, {tokens}")
-    return {**totals, **asdict(counts)}
+    records, tokens = counted(counts.documents, counts.one), counted(totals.tokens, "trained token")
+    say(f"prepared {counted(totals.rows, 'row')}: {records}, {tokens}")
+    meta = {"rows": totals.rows, "tokens": totals.tokens, **asdict(counts)}
+    if not parts:
+        return meta | {"names": written[0].names}
+    rows = [part.totals.rows for part in written]
+    return meta | {"stored": [(work.place(i).name, count) for i, count in enumerate(rows) if count]}
 
 
 def check_trainable(corpus: Corpus, encoder: Encoder, packing: Packing) -> None:
     """Raises UserError if no row of a corpus has a loss-bearing token. Reads only up to the first row that has one."""
     counts, pairs = Counts(noun=encoder.noun), 0
-    documents = ((None, document) for document in encoded_documents([corpus], encoder, counts, lambda share: None))
-    for row, _ in packing.rows(documents, counts):
+    documents = documents_of([corpus], encoder, counts)
+    for row, *_ in packing.rows(documents, counts):
         if row["loss"].any():
             return
         pairs += int(np.count_nonzero(row["segmentation"]))
@@ -183,6 +200,8 @@ def no_text(corpora: Sequence[Corpus], counts: Counts, packing: Packing) -> User
     if counts.unlearnt:
         lines = "\n".join([*counts.notes(), counts.unlearnt])
         return UserError(f"{_label(corpora)}: there is nothing to learn from:\n{lines}")
+    if counts.noticed:
+        return UserError("\n".join([f"{_label(corpora)}: nothing is left:", *counts.notes()]))
     if first.held_out:
         hint = (
             "; set a larger held_out_share" if first.evaluates else "; fill the column, or set a smaller held_out_share"
@@ -206,51 +225,5 @@ def _label(corpora: Sequence[Corpus]) -> str:
     return ", ".join(corpus.label for corpus in corpora)
 
 
-def encoded_documents(
-    corpora: Sequence[Corpus], encoder: Encoder, counts: Counts, track: Callable[[float], None]
-) -> Iterator[Document]:
-    """Yields the documents of all corpora in order. Encodes one chunk at a time."""
-    for i, corpus in enumerate(corpora):
-        read: list[float] = []
-        records = corpus.records(read.append)
-        while chunk := list(itertools.islice(records, _CHUNK)):
-            yield from (document for document in encoder.encode(chunk, counts) if document is not None)
-            track((i + read[-1]) / len(corpora))
-            read.clear()
-
-
 def _key(facts: Any) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
-
-
-class _Bar:
-    """Shows progress from 0 to 1, with an ETA: as a bar if stderr is a terminal, otherwise as lines at intervals. It
-    runs in a thread, because a single document may take minutes."""
-
-    def __init__(self, say: Progress, label: str):
-        self._say, self._label, self._share = say, label, 0.0
-        self._bar = tqdm(total=100, desc=label[:40], unit="%", leave=False, disable=None, mininterval=0.2)
-        self._started, self._ended = time.monotonic(), threading.Event()
-        self._thread = threading.Thread(target=self._show, daemon=True)
-
-    def __call__(self, share: float) -> None:
-        self._share = share
-
-    def _show(self) -> None:
-        while not self._ended.wait(_INTERVAL if self._bar.disable else 0.2):
-            share, seconds = self._share, time.monotonic() - self._started
-            if not self._bar.disable:
-                self._bar.n = round(100 * share, 1)
-                self._bar.refresh()
-            else:
-                left = f"{100 * share:.0f} %, {seconds * (1 - share) / share:.0f} s left" if share else ""
-                self._say(f"{self._label}: {left or f'{seconds:.0f} s so far'}")
-
-    def __enter__(self) -> "_Bar":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._ended.set()
-        self._thread.join()
-        self._bar.close()

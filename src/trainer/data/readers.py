@@ -1,6 +1,7 @@
 """Readers for files of records, one class per format: in order from any position, and by index if the format allows.
 
 A *cursor* is the position from which to resume: a byte offset in JSONL and TFRecord files, otherwise a record number.
+Parts can be cut at some cursors (`cuts`), to be read by several processes.
 """
 
 import codecs
@@ -8,16 +9,20 @@ import contextlib
 import functools
 import gzip
 import io
+import itertools
 import json
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
 
 from trainer.config.errors import UserError, shortened
 from trainer.config.limits import FILE_BYTES, TEXT_BYTES, UNPACKED_BYTES, UNPACKED_RATIO
 from trainer.data.arrow import restored, restored_columns, rows_of
-from trainer.data.documents import Record
+from trainer.data.documents import Place, Record
 from trainer.data.text import GZIP, encoding_hint
 from trainer.data.unpacked import rows_at_once
 from trainer.runtime.crc32c import masked_crc32c
@@ -25,6 +30,7 @@ from trainer.runtime.remote import RemoteFile
 
 Columns = tuple[str, ...]
 _CHUNK = 256  # records to read at once
+_BLOCK = 1 << 20  # bytes to read at once of a line that is skipped
 
 
 class NoColumn(UserError):
@@ -50,12 +56,25 @@ class Part(Protocol):
         ...
 
     @property
+    def size(self) -> int:
+        """The part's size in bytes, by which it is cut."""
+        ...
+
+    @property
     def restores(self) -> bool:
         """Whether the columns are restored (`data.arrow`); earlier versions read other values."""
         ...
 
-    def read(self, cursor: int = 0) -> Iterator[tuple[int, float, Record]]:
-        """Yields, from `cursor` on: the cursor after each record, the share of the part read so far, and the record."""
+    def cuts(self, count: int) -> list[int]:
+        """Returns at most `count` - 1 increasing cursors, which cut the part into pieces of about equal sizes; [] if it
+        cannot be cut. They depend only on the part's contents."""
+        ...
+
+    def read(self, cursor: int = 0, stop: int | None = None) -> Iterator[tuple[int, float, Record]]:
+        """Yields, from `cursor` on: the cursor after each record, the share of the part read so far, and the record.
+
+        `stop`: the end, None or one of `cuts`. Records that begin before it are read whole.
+        """
         ...
 
 
@@ -85,6 +104,13 @@ class FilePart:
     def name(self) -> str:
         return str(self.path)
 
+    @property
+    def size(self) -> int:
+        return self.weight
+
+    def cuts(self, count: int) -> list[int]:
+        return []
+
     def pick(self, values: Any, where: Any) -> Record:
         """Returns the record with the wanted columns of the dict `values`."""
         return pick(values, self.columns, where)
@@ -93,37 +119,36 @@ class FilePart:
 class TextPart(FilePart):
     """A text file is one document, without its byte order mark."""
 
-    def read(self, cursor: int = 0) -> Iterator[tuple[int, float, Record]]:
+    def read(self, cursor: int = 0, stop: int | None = None) -> Iterator[tuple[int, float, Record]]:
         if cursor == 0:
-            yield 1, 1.0, Record(self.name, (self.path.read_bytes().removeprefix(codecs.BOM_UTF8),))
+            yield 1, 1.0, Record(Place(self.name), (self.path.read_bytes().removeprefix(codecs.BOM_UTF8),))
 
 
-class Line(NamedTuple):
-    """The line of a file that begins at a byte offset. The line's number is computed only for messages."""
-
-    path: Any
-    start: int
+class Line(Place):
+    """The line of a file that begins at a byte offset, `number`. The line's number is computed only for messages."""
 
     def __str__(self) -> str:
-        if isinstance(self.path, RemoteFile):  # counting would read all of it again
-            return f"{self.path}, at byte {self.start}"
         try:
-            with opened(self.path) as file:
-                number, left = 1, self.start
+            with opened(Path(self.name)) as file:
+                number, left = 1, self.number
                 while left > 0 and (block := file.read(min(left, 1 << 20))):
                     number, left = number + block.count(b"\n"), left - len(block)
-        except OSError:  # the file was removed after the line was read
-            return f"{self.path}, at byte {self.start}"
-        return f"{self.path}, line {number}"
+        except OSError:  # the file was removed after the line was read, or is remote
+            return super().__str__()
+        return f"{self.name}, line {number}"
+
+
+LINE = "at byte"  # the unit of a `Line`
 
 
 @contextlib.contextmanager
-def opened(path: Any) -> Iterator[Any]:
-    """Opens a file for reading bytes, decompressed if it is gzip."""
+def opened(path: Any, stop: int | None = None) -> Iterator[Any]:
+    """Opens a file for reading bytes, decompressed if it is gzip. Of a remote file, nothing after `stop` is requested
+    ahead."""
     with path.open("rb", buffering=0) as file:
         compressed = file.read(len(GZIP)) == GZIP
     if not compressed:
-        with path.open("rb") as file:
+        with path.open("rb", stop=stop) if isinstance(path, RemoteFile) else path.open("rb") as file:
             yield file
     else:
         with path.copied() if isinstance(path, RemoteFile) else path.open("rb") as file, gzip.open(file) as unpacked:
@@ -133,14 +158,24 @@ def opened(path: Any) -> Iterator[Any]:
 class JsonlPart(FilePart):
     """One JSON object per line, perhaps compressed by gzip; blank lines are skipped."""
 
-    def read(self, cursor: int = 0) -> Iterator[tuple[int, float, Record]]:
-        with damaged_file(self.path, (OSError, EOFError, zlib.error)), opened(self.path) as file:
-            file.seek(cursor)
+    def cuts(self, count: int) -> list[int]:
+        with self.path.open("rb", buffering=0) as file:
+            compressed = file.read(len(GZIP)) == GZIP
+        return [] if compressed else _even_cuts(self.weight, count)
+
+    def read(self, cursor: int = 0, stop: int | None = None) -> Iterator[tuple[int, float, Record]]:
+        with damaged_file(self.path, (OSError, EOFError, zlib.error)), opened(self.path, stop) as file:
+            if cursor:  # it may be within a line, which belongs to the piece before
+                file.seek(cursor - 1)
+                while (skipped := file.readline(_BLOCK)) and not skipped.endswith(b"\n"):
+                    pass
+                cursor = file.tell()
             most = min(TEXT_BYTES, max(UNPACKED_BYTES, UNPACKED_RATIO * self.weight))
-            while line := file.readline(most + 1):
+            while (stop is None or cursor < stop) and (line := file.readline(most + 1)):
+                where = Line(self.name, cursor, LINE)
                 if len(line) > most:
-                    raise UserError(f"{Line(self.path, cursor)}, has more than {most:,} bytes")
-                where, cursor = Line(self.path, cursor), cursor + len(line)
+                    raise UserError(f"{where}, has more than {most:,} bytes")
+                cursor += len(line)
                 if not line.strip():
                     continue
                 try:
@@ -172,9 +207,15 @@ class ParquetPart(FilePart):
             self.restores = bool(restored_columns(file.schema_arrow, json=True).keys() & {*columns})
             groups = range(file.metadata.num_row_groups)
             self._groups = [file.metadata.row_group(i).num_rows for i in groups]
+            self._sizes = [file.metadata.row_group(i).total_byte_size for i in groups]
             # Looking at the pages of a remote file takes a request for each column of each row group.
             self._chunk = 0 if self._metadata else rows_at_once(path, file.metadata, columns, _CHUNK)
         pick(dict.fromkeys(names), columns, self.name)
+
+    def cuts(self, count: int) -> list[int]:
+        ends, sizes = np.cumsum(self._groups), np.cumsum(self._sizes)
+        wanted = [sizes[-1] * i // count for i in range(1, count)]
+        return sorted({int(end) for end in ends[np.searchsorted(sizes, wanted)]} - {0, self._rows})
 
     def _open(self):
         import pyarrow.parquet
@@ -189,7 +230,7 @@ class ParquetPart(FilePart):
     def _errors(self, pyarrow: Any):
         return damaged_file(self.path, (pyarrow.ArrowException, OSError))
 
-    def read(self, cursor: int = 0) -> Iterator[tuple[int, float, Record]]:
+    def read(self, cursor: int = 0, stop: int | None = None) -> Iterator[tuple[int, float, Record]]:
         import pyarrow
 
         first, at = 0, 0
@@ -197,12 +238,14 @@ class ParquetPart(FilePart):
             at, first = at + self._groups[first], first + 1
         self._chunk = self._chunk or rows_at_once(self.path, self._metadata, self.columns, _CHUNK)
         with self._errors(pyarrow), self._open() as file:
-            left, columns = list(range(first, len(self._groups))), list(self.columns)
+            ends = itertools.accumulate(self._groups)
+            last = sum(end <= (self._rows if stop is None else stop) for end in ends)  # pieces end with a row group
+            left, columns = list(range(first, last)), list(self.columns)
             for batch in file.iter_batches(self._chunk, row_groups=left, columns=columns) if left else ():
                 for values in rows_of(batch) if at + len(batch) > cursor else [None] * len(batch):
                     at += 1
                     if at > cursor:
-                        yield at, at / self._rows, self.pick(values, f"{self.name}, row {at}")
+                        yield at, at / self._rows, self.pick(values, Place(self.name, at, "row"))
         if isinstance(self.path, RemoteFile):
             self.path.check()
 
@@ -257,17 +300,21 @@ class ArrayRecordPart(FilePart):
             (data,) = self._open().read([self._start + index])
         return self._record(data, index)
 
-    def read(self, cursor: int = 0) -> Iterator[tuple[int, float, Record]]:
-        for first in range(self._start + cursor, self._stop, _CHUNK):
+    def cuts(self, count: int) -> list[int]:
+        return _even_cuts(len(self), count)
+
+    def read(self, cursor: int = 0, stop: int | None = None) -> Iterator[tuple[int, float, Record]]:
+        end = self._stop if stop is None else self._start + stop
+        for first in range(self._start + cursor, end, _CHUNK):
             with self._errors():
-                chunk = self._open().read(list(range(first, min(first + _CHUNK, self._stop))))
+                chunk = self._open().read(list(range(first, min(first + _CHUNK, end))))
             for index, data in enumerate(chunk, first - self._start):
                 yield index + 1, (index + 1) / len(self), self._record(data, index)
         if self._copy is not None:
             self._reader = self._copy = None  # so that other copies may take its place
 
     def _record(self, data: bytes, index: int) -> Record:
-        return parsed(self._parse, data, self.columns, f"{self.name}, record {self._start + index}")
+        return parsed(self._parse, data, self.columns, Place(self.name, self._start + index, "record"))
 
     def _open(self) -> Any:
         if self._reader is None:
@@ -293,7 +340,7 @@ class TfrecordPart(FilePart):
         super().__init__(path, columns)
         self._parse = parse
 
-    def read(self, cursor: int = 0) -> Iterator[tuple[int, float, Record]]:
+    def read(self, cursor: int = 0, stop: int | None = None) -> Iterator[tuple[int, float, Record]]:
         with self.path.open("rb") as file:
             file.seek(cursor)
             while header := file.read(12):
@@ -310,7 +357,7 @@ class TfrecordPart(FilePart):
                         f"{self.path}: the record at byte {start} does not match its checksum, so the file is damaged; "
                         "copy it or write it again"
                     )
-                record = parsed(self._parse, data, self.columns, f"{self.name}, record at byte {start}")
+                record = parsed(self._parse, data, self.columns, Place(self.name, start, "record at byte"))
                 yield cursor, cursor / self.weight, record
 
 
@@ -322,11 +369,18 @@ class TablePart:
         self._restored = restored_columns(table.features.arrow_schema)
         self.restores = bool(self._restored.keys() & {*columns})
 
+    @property
+    def size(self) -> int:
+        return int(self._table.data.nbytes)
+
+    def cuts(self, count: int) -> list[int]:
+        return _even_cuts(len(self), count)
+
     def __len__(self) -> int:
         return len(self._table)
 
     def __getitem__(self, index: int) -> Record:
-        where = f"{self.name}, row {index}"
+        where = Place(self.name, index, "row")
         try:
             values = restored(self._table[int(index)], self._restored)
         except UnicodeDecodeError:
@@ -335,10 +389,15 @@ class TablePart:
             raise UserError(f"{where}, cannot be read ({shortened(str(error))}); is it text?") from error
         return pick(values, self._columns, where)
 
-    def read(self, cursor: int = 0) -> Iterator[tuple[int, float, Record]]:
-        for first in range(cursor, len(self), _CHUNK):
-            for index in range(first, min(first + _CHUNK, len(self))):
+    def read(self, cursor: int = 0, stop: int | None = None) -> Iterator[tuple[int, float, Record]]:
+        end = len(self) if stop is None else stop
+        for first in range(cursor, end, _CHUNK):
+            for index in range(first, min(first + _CHUNK, end)):
                 yield index + 1, (index + 1) / len(self), self[index]
+
+
+def _even_cuts(size: int, count: int) -> list[int]:
+    return sorted({size * i // count for i in range(1, count)} - {0})
 
 
 def arrow_errors() -> tuple[type[Exception], ...]:
@@ -360,7 +419,7 @@ def pick(values: Any, columns: Columns, where: Any) -> Record:
     return record
 
 
-def parsed(parse: Callable[[bytes], Any], data: bytes, columns: Columns, where: str) -> Record:
+def parsed(parse: Callable[[bytes], Any], data: bytes, columns: Columns, where: Place) -> Record:
     """Returns `pick` of the result of `parse(data)`."""
     try:
         values = parse(data)

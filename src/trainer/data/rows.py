@@ -1,40 +1,92 @@
-"""Packed rows as memory-mapped NumPy files: rows.npy [rows, fields, length], and their checksums crc32.npy [rows]."""
+"""Packed rows as memory-mapped NumPy files in one folder per part of the data.
+
+rows.npy [rows, fields, length], and their checksums crc32.npy [rows]. Where each segment comes from: segment_ends.npy
+[rows], the total number of segments up to the end of each row, and segments.npy [segments, 4] with the index of its
+file or table, the number of the record there, and `start` and `after` of its `packing.Origin`.
+"""
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from trainer.data.batches import Batch, make_batch
-from trainer.data.cache import damaged
-from trainer.data.packing import PackedRow
+from trainer.data.cache import META, damaged
+from trainer.data.packing import Origin, Packed
 
 FILE, SUMS = "rows.npy", "crc32.npy"
+SEGMENTS, ENDS = "segments.npy", "segment_ends.npy"
 _FIELDS = ("inputs", "targets", "segmentation", "loss")  # the last one only if some targets bear no loss
+Names = dict[tuple[str, str], int]  # the index of each file or table by its name and its records' unit, see `Place`
 
 
 class StoredRows:
-    """The rows stored by `write`, as a source. Reads only the requested rows, and verifies each of them.
+    """The rows that `write` stored in `folders`, one after another, as a source. Reads only the requested rows, and
+    verifies each of them.
+
+    Args:
+      folders: each with its number of rows, which is not 0.
+      limit: the upper bound (exclusive) of the ids.
 
     Raises UserError if a file's header or a requested row is damaged.
     """
 
-    def __init__(self, folder: Path):
-        self._folder = folder
-        self._rows, self._sums = _mapped(folder, FILE, 3), _mapped(folder, SUMS, 1)
-        self.size, _, self.length = self._rows.shape
-        if len(self._sums) != self.size:
-            raise damaged(folder, SUMS, f"has {len(self._sums)} checksums for {self.size} rows")
+    def __init__(self, folders: Sequence[tuple[Path, int]], limit: int = 1 << 31):
+        self._folders, self._limit = folders, limit
+        self._ends = np.cumsum([rows for _, rows in folders])
+        self._opened: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self.size, self.length = int(self._ends[-1]), int(self._open(0)[0].shape[2])
 
     def rows(self, indices: np.ndarray) -> Batch:
         """Returns the rows at `indices` [n], a batch without `row`."""
-        rows = self._rows[indices]
-        for index, row, checksum in zip(indices, rows, self._sums[indices], strict=True):
+        stored = np.searchsorted(self._ends, indices, side="right")
+        found: list[Any] = [None] * len(indices)
+        for i in np.unique(stored).tolist():
+            here = np.flatnonzero(stored == i)
+            for at, row in zip(here, self._read(i, indices[here] - self._first(i)), strict=True):
+                found[at] = row
+        return make_batch(*np.stack(found).swapaxes(0, 1))
+
+    def place(self, index: int) -> tuple[Path, int]:
+        """Returns the folder of a row, and the row's index in it."""
+        i = int(np.searchsorted(self._ends, index, side="right"))
+        return self._folders[i][0], index - self._first(i)
+
+    def _first(self, i: int) -> int:
+        return int(self._ends[i - 1]) if i else 0
+
+    def _read(self, i: int, indices: np.ndarray) -> np.ndarray:
+        stored, sums = self._open(i)
+        rows = stored[indices]
+        for index, row, checksum in zip(indices, rows, sums[indices], strict=True):
             if zlib.crc32(row.data) != checksum:
-                raise damaged(self._folder, FILE, f"is damaged: row {index} does not match its checksum")
-        return make_batch(*rows.swapaxes(0, 1))
+                raise damaged(self._folders[i][0], FILE, f"is damaged: row {index} does not match its checksum")
+        if rows[:, :2].max() >= self._limit:
+            raise damaged(self._folders[i][0], FILE, f"is damaged: ids must be below {self._limit}")
+        return rows
+
+    def _open(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the rows and the checksums of a folder. Opens it when it is first needed."""
+        if i not in self._opened:
+            folder, size = self._folders[i]
+            rows, sums = _mapped(folder, FILE, 3), _mapped(folder, SUMS, 1)
+            if len(sums) != len(rows):
+                raise damaged(folder, SUMS, f"has {len(sums)} checksums for {len(rows)} rows")
+            if len(rows) != size:
+                raise damaged(folder, META, f"states {size} rows, but there are {len(rows)}")
+            self._opened[i] = rows, sums
+        return self._opened[i]
+
+
+def origins(folder: Path, index: int) -> np.ndarray | None:
+    """Returns the lines of SEGMENTS for a row of a folder: int64 [segments of the row, 4]. None if an earlier version
+    wrote the folder."""
+    if not (folder / SEGMENTS).exists():
+        return None
+    ends, segments = _mapped(folder, ENDS, 1), _mapped(folder, SEGMENTS, 2)
+    return np.array(segments[int(ends[index - 1]) if index else 0 : int(ends[index])])
 
 
 def _mapped(folder: Path, name: str, axes: int) -> np.ndarray:
@@ -47,26 +99,42 @@ def _mapped(folder: Path, name: str, axes: int) -> np.ndarray:
     return array
 
 
-def write(folder: Path, rows: Iterable[PackedRow], *, length: int, vocab_size: int, masked: bool) -> None:
-    """Writes `rows` into `folder`, in order and in bounded memory.
+def write(folder: Path, rows: Iterable[Packed], *, length: int, vocab_size: int, masked: bool) -> list[tuple[str, str]]:
+    """Writes `rows` into `folder`, in order and in bounded memory. Returns the names and units of the files and tables
+    to which SEGMENTS refers.
 
     Ids are stored in 16 bits if they and the segment numbers, 1 to `length`, fit. `masked`: whether some targets bear
     no loss. Raises OSError if the disk is full.
     """
     dtype = np.dtype(np.uint16 if max(vocab_size, length + 1) <= 1 << 16 else np.int32)
     fields = _FIELDS if masked else _FIELDS[:-1]
-    with _Growing(folder / FILE, (len(fields), length), dtype) as stored, _Growing(folder / SUMS, (), "<u4") as sums:
-        for row in rows:
-            array = np.stack([row[name] for name in fields]).astype(dtype)
+    names: Names = {}
+    with (
+        _Growing(folder / FILE, (len(fields), length), dtype) as stored,
+        _Growing(folder / SUMS, (), "<u4") as sums,
+        _Growing(folder / SEGMENTS, (4,), "<i8") as segments,
+        _Growing(folder / ENDS, (), "<i8") as ends,
+    ):
+        for packed in rows:
+            array = np.stack([packed.row[name] for name in fields]).astype(dtype)
             stored.append(array)
             sums.append(np.asarray(zlib.crc32(array.data), "<u4"))
+            for origin in packed.origins:
+                segments.append(np.asarray(_line(origin, names), "<i8"))
+            ends.append(np.asarray(segments.count, "<i8"))
+    return [*names]
+
+
+def _line(origin: Origin, names: Names) -> tuple[int, int, int, int]:
+    place = origin.mark
+    return names.setdefault((place.name, place.unit), len(names)), place.number, origin.start, origin.after
 
 
 class _Growing:
-    """A file in NumPy's format with an array [n, *shape] that grows along its first axis."""
+    """A file in NumPy's format with an array [n, *shape] that grows along its first axis to `count`."""
 
     def __init__(self, path: Path, shape: tuple[int, ...], dtype: Any):
-        self._file, self._count = path.open("wb"), 0
+        self._file, self.count = path.open("wb"), 0
         self._shape, self._dtype = shape, np.dtype(dtype)
 
     def __enter__(self) -> "_Growing":
@@ -77,7 +145,7 @@ class _Growing:
     def append(self, array: np.ndarray) -> None:
         """Appends `array`, which has the constructor's shape and dtype."""
         self._file.write(array.data)
-        self._count += 1
+        self.count += 1
 
     def __exit__(self, *_: Any) -> None:
         with self._file:
@@ -87,5 +155,5 @@ class _Growing:
 
     def _write_header(self) -> None:
         descr = np.lib.format.dtype_to_descr(self._dtype)
-        header: dict[str, Any] = {"shape": (self._count, *self._shape), "fortran_order": False, "descr": descr}
+        header: dict[str, Any] = {"shape": (self.count, *self._shape), "fortran_order": False, "descr": descr}
         np.lib.format.write_array_header_1_0(self._file, header)

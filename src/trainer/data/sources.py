@@ -16,6 +16,7 @@ from trainer.config.paths import local_path
 from trainer.data.cache import Progress, cache_root
 from trainer.data.corpus import Corpus, file_fingerprint
 from trainer.data.example_proto import parse_example
+from trainer.data.filters import Filters, filters_of
 from trainer.data.found import announce_copies, find_files, train_mixture
 from trainer.data.mixture import whole_weights
 from trainer.data.readers import (
@@ -49,6 +50,11 @@ def open_source(config: Config, say: Progress = lambda line: None) -> Source:
     Raises UserError if a file or column is missing, empty or damaged.
     """
     source = _OPEN[config.dataset_type](config, say)
+    if (filters := filters_of(config)) != Filters():
+        train, held_out = (
+            tuple(replace(corpus, filters=filters) for corpus in some) for some in (source.train, source.evaluation)
+        )
+        source = replace(source, train=train, evaluation=held_out)
     if source.evaluation or not config.held_out_share:
         return source
     train = tuple(replace(corpus, held_out=config.held_out_share) for corpus in source.train)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trainer.config.errors import UserError
 from trainer.data.corpus import Corpus
-from trainer.data.documents import Record, is_held_out
+from trainer.data.documents import Place, Record, is_held_out
 
 # Tests and large applications. Corpora with them would differ between Python distributions, because some omit them.
 EXCLUDED_FOLDERS = frozenset(
@@ -48,11 +48,18 @@ class SourceFiles:
     def weight(self) -> int:
         return sum(file.size for file in self.files)
 
-    def read(self, cursor: int = 0) -> Iterator[tuple[int, float, Record]]:
+    @property
+    def size(self) -> int:
+        return self.weight
+
+    def cuts(self, count: int) -> list[int]:
+        return []
+
+    def read(self, cursor: int = 0, stop: int | None = None) -> Iterator[tuple[int, float, Record]]:
         done = sum(file.size for file in self.files[:cursor])
         for i, file in enumerate(self.files[cursor:], cursor + 1):
             done += file.size
-            yield i, done / self.weight, Record(file.path, (file.text,))
+            yield i, done / self.weight, Record(Place(file.path), (file.text,))
 
 
 def stdlib_folder() -> Path:

@@ -285,15 +285,15 @@ class _Packed(grain.DatasetIterator):
                     f"{self._corpus.label}: this process's share has no document with text: {read - 1:,} records in "
                     "succession are empty or held out; use fewer processes or workers, or data_pipeline=prepared"
                 )
-            record = next(self._parent)
-            if self._corpus.wants(record):
+            record = self._corpus.taken(next(self._parent), self._counts)
+            if record is not None:
                 (document,) = self._encoder.encode([record], self._counts)
                 if document is not None:
                     yield state, document
                     read = 0
 
     def __next__(self) -> dict[str, Any]:
-        row, self._resume = next(self._rows)
+        row, self._resume, _ = next(self._rows)
         return row | {"counts": self._counts.take()}
 
     def get_state(self) -> dict[str, Any]:

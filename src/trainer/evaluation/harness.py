@@ -20,10 +20,10 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from trainer.chat.functions import failure
 from trainer.chat.template import TemplateFailed
 from trainer.config.errors import UserError, nearest, shortened
 from trainer.config.words import visible
+from trainer.data.functions import failure
 from trainer.data.rendered import Rendered
 from trainer.evaluation.model import EvaluatedModel, Interrupted
 from trainer.evaluation.scores import Result, Score, ratio

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from trainer.config.capabilities.data_keys import FILTERS
 from trainer.config.capabilities.token_keys import token_files
 from trainer.config.check import contradictions
 from trainer.config.errors import UserError, report
@@ -15,7 +16,7 @@ from trainer.config.schema import schema
 from trainer.data.batches import eval_batches
 from trainer.data.dataset import open_dataset, text_encoder
 from trainer.data.documents import Counts, Document
-from trainer.data.prepare import encoded_documents
+from trainer.data.parts import documents_of
 from trainer.data.sources import open_source
 from trainer.data.tokenizer import Tokenizer
 from trainer.evaluation.model import EvaluatedModel
@@ -158,7 +159,8 @@ def _with_data(config: Config, spec: Spec) -> Config:
     values = spec.data
     if not values:
         return config
-    merged = dict(config)
+    unfiltered = {name: schema().keys[name].default for name in ("prepared_path", *FILTERS)}
+    merged = {**config, **unfiltered}
     if spec.documents:
         merged |= {name: schema().keys[name].default for name in _HELD_OUT} | {"held_out_share": 0.0}
     if "grain_train_files" in values:
@@ -181,6 +183,11 @@ def _documents(config: Config, tokenizer: Tokenizer | None, say: Say, *, all_all
             for i, segments in enumerate(batch["inputs_segmentation"]):
                 yield from _segments({name: array[i] for name, array in batch.items()}, segments)
         return
+    if config.prepared_path:
+        raise UserError(
+            f"prepared_path={config.prepared_path} has rows, and {TEXT} evaluates whole documents: name a file with "
+            "kind: text and data of its own; eval_interval evaluates the held-out rows"
+        )
     source = open_source(config, say)
     if not source.evaluation and not all_allowed:
         raise UserError(
@@ -193,7 +200,7 @@ def _documents(config: Config, tokenizer: Tokenizer | None, say: Say, *, all_all
     if tokenize and tokenizer is None:
         raise UserError(f"{source.name}: text needs a tokenizer; give tokenizer_path or tokenizer_type")
     encoder, counts = text_encoder(config, tokenizer, columns, tokenize), Counts()
-    for document in encoded_documents(corpora, encoder, counts, lambda share: None):
+    for _, document in documents_of(corpora, encoder, counts):
         yield _without_end(document, tokenizer)
 
 

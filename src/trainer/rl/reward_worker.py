@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
-from trainer.chat.functions import failure, load_function
+from trainer.data.functions import failure, load_function
 
 Function = Callable[..., Any]
 _LARGEST = 3.4e38  # the largest float32, the dtype in which the trainer stores rewards

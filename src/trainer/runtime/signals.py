@@ -1,9 +1,16 @@
-"""Signal handlers for the time of a context."""
+"""Signal handlers for the time of a context, and processes that die with their parent."""
 
 import contextlib
+import ctypes
+import os
 import signal
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+
+_PR_SET_PDEATHSIG = 1  # prctl of Linux
 
 
 @contextlib.contextmanager
@@ -15,3 +22,20 @@ def handled(numbers: Iterable[signal.Signals], handler: Callable[[int, Any], obj
     finally:
         for number, earlier in before.items():
             signal.signal(number, earlier)
+
+
+def die_with(parent: int) -> None:
+    """Makes this process die with its parent process, which has the id `parent`. Outside Linux, a thread notices the
+    parent's death, so the process dies a second later, once it runs Python."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    else:
+        threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+    if os.getppid() != parent:  # it has died already
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os.kill(os.getpid(), signal.SIGKILL)

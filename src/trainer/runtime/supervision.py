@@ -7,7 +7,6 @@ The child reports its phase through a pipe. Each line is a keyword and a text:
 """
 
 import contextlib
-import ctypes
 import datetime
 import faulthandler
 import os
@@ -16,44 +15,36 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
 from trainer.config.keys import Config
-from trainer.runtime.signals import handled
+from trainer.runtime.signals import die_with, handled
 
 HANG = 75  # the exit code after a hang: EX_TEMPFAIL in sysexits.h
 # Phases with the limit hang_grace_seconds. Other phases are steps, saves, and waiting for a batch.
 LONG = ("start", "restore", "compilation", "evaluation", "rollouts", "end")
 START, RESTORE, COMPILATION, EVALUATION, ROLLOUTS, END = LONG
-# File descriptors of the pipe, of the file for stacks and of the lifeline, and the supervisor's id. The lifeline is a
-# pipe into which nobody writes: it ends with the supervisor.
+# File descriptors of the pipe and of the file for stacks, and the supervisor's id.
 _VARIABLE = "TRAINER_SUPERVISED"
 _STACKS_SIGNAL = signal.SIGUSR2
 _SECONDS_FOR_STACKS, _SECONDS_TO_END, _POLL = 5.0, 20.0, 0.5
 _NO_STACKS = "the process does not answer: it is stopped, or in the kernel"
 _KEPT = 64 * 1024  # bytes of the child's stderr
-_PR_SET_PDEATHSIG = 1  # prctl of Linux
 
 
 def pulse() -> Callable[[str, str], None] | None:
     """Returns the function that reports to the supervisor; None if this process is not supervised.
 
-    After the call, the process dies with its supervisor, and writes the stacks of its threads on request. Outside
-    Linux, a thread notices the supervisor's death, so the process dies once it runs Python. Call this once, early.
+    After the call, the process dies with its supervisor, and writes the stacks of its threads on request. Call this
+    once, early.
     """
     if (files := os.environ.pop(_VARIABLE, None)) is None:
         return None
-    lines, stacks, lifeline, parent = map(int, files.split(","))
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    else:
-        threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
-    if os.getppid() != parent:  # the supervisor has died already
-        os.kill(os.getpid(), signal.SIGKILL)
+    lines, stacks, parent = map(int, files.split(","))
+    die_with(parent)
     faulthandler.register(_STACKS_SIGNAL, file=stacks, all_threads=True)
     os.set_blocking(lines, False)
 
@@ -62,11 +53,6 @@ def pulse() -> Callable[[str, str], None] | None:
             os.write(lines, f"{word} {text}\n".encode())
 
     return tell
-
-
-def _end_with(lifeline: int) -> None:
-    os.read(lifeline, 1)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def supervise(module: str, words: Sequence[str], config: Config) -> int:
@@ -79,18 +65,17 @@ def supervise(module: str, words: Sequence[str], config: Config) -> int:
     Returns:
       The child's code, 128 + N if the signal N ended it, HANG after a hang.
     """
-    (received, sent), (lifeline, held) = os.pipe(), os.pipe()
+    received, sent = os.pipe()
     with tempfile.TemporaryFile() as stacks, os.fdopen(received, "rb", buffering=0) as lines:
         child = subprocess.Popen(
             [sys.executable, "-m", module, *words],
             stderr=subprocess.PIPE,
-            pass_fds=(sent, stacks.fileno(), lifeline),
-            env=os.environ | {_VARIABLE: f"{sent},{stacks.fileno()},{lifeline},{os.getpid()}"},
+            pass_fds=(sent, stacks.fileno()),
+            env=os.environ | {_VARIABLE: f"{sent},{stacks.fileno()},{os.getpid()}"},
             process_group=0,  # so that Ctrl-C reaches it once, through this process
         )
         os.close(sent)
-        os.close(lifeline)
-        with os.fdopen(held, "wb"), child, _forwarded(child), selectors.DefaultSelector() as selector:
+        with child, _forwarded(child), selectors.DefaultSelector() as selector:
             return _Watched(child, lines, stacks, selector, config).wait()
 
 

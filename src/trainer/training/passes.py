@@ -1,5 +1,6 @@
 """The number of passes of a run over its training data."""
 
+from collections.abc import Iterator
 from fractions import Fraction
 
 from trainer.config.derived import global_batch_rows
@@ -22,6 +23,15 @@ def passes_text(config: Config, dataset: Dataset) -> str:
     passes = float(config.steps * _rows(config) / dataset.epoch.rows)
     number = f"{passes:,.0f}" if passes >= 10 else f"{passes:.2g}"
     return f" ({number} {'pass' if number == '1' else 'passes'} over {dataset.epoch.content})"
+
+
+def mixture_lines(config: Config, dataset: Dataset) -> Iterator[str]:
+    """Yields, for each component of a mixture, the tokens that it has and that the run takes from it. `config`:
+    resolved."""
+    for component in dataset.mixture:
+        passes = float(config.steps * _rows(config)) * component.share / component.rows
+        tokens = f"{passes * component.tokens:,.0f} trained tokens, {passes:.2g} passes over {component.tokens:,}"
+        yield f"mixture      {component.share:.1%} of the rows from {component.label}: {tokens}"
 
 
 def _rows(config: Config) -> Fraction:

@@ -149,6 +149,13 @@ CASES = {
         STREAMING | {"num_communication_overlapping_steps": 1000}
     ],
     "dataset_type data_pipeline": [{"dataset_type": "stdlib", "data_pipeline": "streaming"}],
+    "prepared_path data_pipeline": [{"prepared_path": "x", "data_pipeline": "streaming", "dataset_type": "grain"}],
+    "drop_duplicates": [{"drop_duplicates": True, "data_pipeline": "streaming"}, MMAP | {"drop_duplicates": True}],
+    "document_min_length document_max_length": [{"document_min_length": 2, "document_max_length": 1}],
+    "document_filter": [{"document_filter": "no function"}, MMAP | {"document_filter": "a:b"}],
+    "document_normalization": [MMAP | {"document_normalization": "NFC"}],
+    "document_min_length": [MMAP | {"document_min_length": 1}],
+    "document_max_length": [MMAP | {"document_max_length": 1}],
     "mmap_npy_split": [{"mmap_npy_split": "99"}],
     "grain_file_type packing": [MMAP | {"packing": False}],
     "grain_file_type data_pipeline": [MMAP | {"data_pipeline": "streaming"}],

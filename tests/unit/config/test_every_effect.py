@@ -112,6 +112,8 @@ CASES = {
     "rewards are of answers alone": {"use_dpo": True},
     "dataset_type has its own held-out rows": {"dataset_type": "hf"},
     "no data files are named by URL": {"dataset_type": "grain", "grain_train_files": "gs://a"},
+    "nothing is prepared": {"prepared_path": "x"},
+    "prepared_path has the data": {"prepared_path": "x"},
     "evaluation has its own documents": {"dataset_type": "grain", "grain_eval_files": "a"},
     "there is one column": {"use_sft": True, "train_data_columns": ["a", "b"]},
     "dataset_type=synthetic has no documents": SYNTHETIC,

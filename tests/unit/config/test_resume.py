@@ -102,6 +102,9 @@ def test_the_list_is_this_one():
     assert set(AROUND) == around | evaluation | {
         "data_cache_directory",
         "remote_copies_gib",
+        "prepared_path",
+        "prepare_part_mib",
+        "prepare_workers",
         "skip_step_scaling_factor",
         "routed_bias_update_rate",
         "weight_sparsity_update_step",
@@ -134,7 +137,7 @@ OTHERS = {
 BY_ITSELF = {"run_name", "model_name", "learning_rate_schedule_steps", *FLAGS} | {
     k for k in LAYOUT if k.startswith(("ici_", "dcn_"))
 }
-BY_ITSELF |= {*PROCESSES, *SUPERVISION}
+BY_ITSELF |= {*PROCESSES, *SUPERVISION, "prepared_path"}  # the last one: tests/integration/test_prepare.py
 
 
 def other(name):

@@ -29,6 +29,11 @@ CHANGES = [
     ("batch_invariant", True, BYTES | {"max_target_length": 256}),
     ("data_pipeline", "prepared", BYTES),
     ("data_shuffle_seed", 1, BYTES),
+    ("document_filter", "filters_of_tests:shout", BYTES),
+    ("document_max_length", 60, BYTES),
+    ("document_min_length", 60, BYTES),
+    ("document_normalization", "NFKC", BYTES),
+    ("drop_duplicates", True, BYTES),
     ("enable_data_shuffling", False, BYTES),
     ("grain_packing_type", "best_fit", BYTES),
     ("grain_shuffle_buffer_size", 3, BYTES),
@@ -36,6 +41,7 @@ CHANGES = [
     ("max_segments_per_seq", 1, FIT),
     ("max_target_length", 16, BYTES),
     ("packing", False, BYTES),
+    ("prepare_part_mib", 0.002, BYTES),
     ("reuse_example_batch", 1, BYTES),
     ("sft_train_on_completion_only", False, COLUMNS),
     ("tokenize_train_data", False, IDS | BYTES | {"tokenize_train_data": True, "train_data_columns": "text"}),
@@ -53,7 +59,7 @@ CHANGES = [
 # conversations, test_pairs.py those of pairs.
 ELSEWHERE = re.compile(
     r"dataset_|eval_|grain_(train|eval)_|grain_file_type|grain_worker_count|hf_|train_split|data_cache_directory|remote_|"
-    r"tokenizer_path|tokenize_eval_data|per_device_batch_size|num_epoch|"
+    r"tokenizer_path|tokenize_eval_data|prepared_path|prepare_workers|per_device_batch_size|num_epoch|"
     r"use_sft|use_dpo|dpo_|chat_template|formatting_func_|"
     r"mmap_|reset_attention_mask|eod_mask_loss|packing_max_segments_per_sample"
 )
@@ -71,17 +77,21 @@ def test_every_key_that_changes_rows_is_among_the_changes():
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("key", "value", "others"), CHANGES, ids=[key for key, _, _ in CHANGES])
 def test_a_key_that_changes_the_rows_changes_the_fingerprint(tmp_path: Path, key, value, others: dict, way: str):
-    rows = [{"text": document(i), "more": document(i + 1), "ids": [i, 2 * i, 3]} for i in range(20)]
+    rows = [{"text": document(i) + "\ufb01", "more": document(i + 1), "ids": [i, 2 * i, 3]} for i in range(20)]
+    rows.append(rows[7])
     write_records(tmp_path / "a.jsonl", "jsonl", rows)
     keys = {"dataset_type": "grain", "grain_file_type": "jsonl", "grain_train_files": tmp_path / "a.jsonl"}
     keys |= {"data_pipeline": way, "tokenize_eval_data": "tokenize_train_data" not in others} | others
+    if (way, key) == ("streaming", "drop_duplicates"):
+        value = False  # true is refused
     if key == "data_pipeline":
         value = WAYS[way == WAYS[0]]
     changed = keys | {key: value}
     if key == "tokenize_train_data":
         changed |= {"train_data_columns": "ids"}
     first, second = opened(tmp_path / "cache", **keys), opened(tmp_path / "cache", **changed)
-    unchanged = way == "prepared" and key == "grain_shuffle_buffer_size"
+    without_effect = {"prepared": ["grain_shuffle_buffer_size"], "streaming": ["prepare_part_mib", "drop_duplicates"]}
+    unchanged = key in without_effect[way]
     assert (first.fingerprint == second.fingerprint) == unchanged
     left, right = ([batch for batch, _ in batches(dataset, 12)] for dataset in (first, second))
     same = all(np.array_equal(a[name], b[name]) for a, b in zip(left, right, strict=True) for name in a)

@@ -8,7 +8,7 @@ import pytest
 from sample_data import opened
 
 from trainer.config.errors import UserError
-from trainer.data import prepare
+from trainer.data import parts, prepare
 
 DOCUMENTS = 40
 TEXTS = [[f"{name}{i} " * 5 for i in range(DOCUMENTS)] for name in ("first", "second")]
@@ -52,7 +52,7 @@ def test_rows_do_not_depend_on_how_many_documents_are_encoded_at_once(monkeypatc
         return source.rows(np.arange(source.size))
 
     whole = rows("whole")
-    monkeypatch.setattr(prepare, "_CHUNK", 7)
+    monkeypatch.setattr(parts, "_CHUNK", 7)
     chunked = rows("chunked")
     assert whole.keys() == chunked.keys()
     for name, values in whole.items():

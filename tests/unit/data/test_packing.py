@@ -33,7 +33,7 @@ def documents_of(*texts: list[int]) -> list[tuple[int, Document]]:
 
 
 def packed(packing: Packing, *texts: list[int]) -> dict[str, list]:
-    rows = [row for row, _ in packing.rows(documents_of(*texts), Counts())]
+    rows = [packed.row for packed in packing.rows(documents_of(*texts), Counts())]
     return {name: [row[name].tolist() for row in rows] for name in rows[0]}
 
 
@@ -90,11 +90,11 @@ def test_concatenated_documents_end_a_row_that_has_the_most():
 def test_a_long_document_goes_on_in_another_row_or_is_cut_and_counted():
     long = [*range(10)]  # 11 pairs
     counts = Counts()
-    rows = [row for row, _ in Packing(4, "first_fit").rows(documents_of(long, [5]), counts)]
+    rows = [packed.row for packed in Packing(4, "first_fit").rows(documents_of(long, [5]), counts)]
     assert [row["targets"].tolist() for row in rows] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, EOT, 0], [5, EOT, 0, 0]]
     assert (counts.split, counts.cut) == (1, 0)
     counts = Counts()
-    rows = [row for row, _ in Packing(4, "first_fit", truncate=True).rows(documents_of(long, [5]), counts)]
+    rows = [packed.row for packed in Packing(4, "first_fit", truncate=True).rows(documents_of(long, [5]), counts)]
     assert [row["targets"].tolist() for row in rows] == [[0, 1, 2, 3], [5, EOT, 0, 0]]
     assert (counts.split, counts.cut, counts.cut_tokens) == (0, 1, 7)
     counts.documents = 2
@@ -125,7 +125,7 @@ def test_rows_prepared_before_segments_could_be_aligned_stay_valid():
 def test_every_pair_is_in_some_row_once_and_segments_are_whole(packing: Packing):
     texts = many()
     found: list[tuple[int, int]] = []
-    for row, _ in packing.rows(documents_of(*texts), Counts()):
+    for row, *_ in packing.rows(documents_of(*texts), Counts()):
         segments, used = row["segmentation"], row["segmentation"] != 0
         assert (row["loss"] == used).all()
         assert not row["inputs"][~used].any()
@@ -156,13 +156,13 @@ def test_packing_goes_on_behind_every_row(packing: Packing):
     documents = documents_of(*texts)
     whole = list(packing.rows(documents, Counts()))
     assert len(whole) > 2 * GROUP
-    for i, (_, resume) in enumerate(whole[:-1]):
+    for i, (_, resume, _) in enumerate(whole[:-1]):
         again = packing.rows(documents[resume.mark :], Counts(), resume.skip)
         for _ in range(resume.rows):
             next(again)
-        for (row, mark), (expected, expected_mark) in zip(again, whole[i + 1 : i + 4], strict=False):
-            assert mark == expected_mark
-            assert all((row[name] == expected[name]).all() for name in row)
+        for found, expected in zip(again, whole[i + 1 : i + 4], strict=False):
+            assert found[1:] == expected[1:]
+            assert all((found.row[name] == expected.row[name]).all() for name in found.row)
 
 
 def encoder(**changes) -> Encoder:
@@ -189,7 +189,7 @@ def test_only_the_completion_bears_loss():
 
 def test_masks_are_packed_with_their_tokens():
     documents = encoder().encode([Record("a", ("ab", "c")), Record("b", ("d", "efg"))], Counts())
-    rows = [row for row, _ in Packing(6).rows(enumerate(d for d in documents if d is not None), Counts())]
+    rows = [packed.row for packed in Packing(6).rows(enumerate(d for d in documents if d is not None), Counts())]
     assert [row["loss"].tolist() for row in rows] == [[0, 0, 1, 1, 0, 1], [1, 1, 1, 0, 0, 0]]
     assert [row["segmentation"].tolist() for row in rows] == [[1, 1, 1, 1, 2, 2], [1, 1, 1, 0, 0, 0]]
 
@@ -225,20 +225,22 @@ def test_documents_behind_another_stay_with_it(kind: str, limits: dict, align: i
     sizes = [(int(a), int(b)) for a, b in rng.integers(1, 9, (400, 2))]
     packing, documents = Packing(16, kind, align=align, **limits), [*enumerate(of_two(*pair) for pair in sizes)]
     whole, found = list(packing.rows(documents, Counts())), []
-    for row, _ in whole:
+    for row, _, origins in whole:
         numbers, begins, counts = np.unique(row["segmentation"], return_index=True, return_counts=True)
         begins, counts = begins[numbers > 0], counts[numbers > 0]
         assert len(counts) % 2 == 0
+        assert [origin[1:] for origin in origins] == [(0, 0), (0, 1)] * (len(counts) // 2)
+        assert [sizes[origin.mark][origin.after] for origin in origins] == counts.tolist()
         assert len(counts) <= 2 * limits.get("max_segments", 99 if limits.get("together", True) else 1)
         assert (begins % align == 0).all()
         assert (row["inputs"][begins] == [0, 100] * (len(counts) // 2)).all()
         found += zip(counts[::2].tolist(), counts[1::2].tolist(), strict=True)
     assert sorted(found) == sorted(sizes)
-    for i, (_, resume) in enumerate(whole[:-1]):
+    for i, (_, resume, _) in enumerate(whole[:-1]):
         again = packing.rows(documents[resume.mark :], Counts(), resume.skip)
         for _ in range(resume.rows):
             next(again)
-        row, _ = next(again)
+        row = next(again).row
         assert all((row[name] == whole[i + 1][0][name]).all() for name in row)
 
 

@@ -15,6 +15,8 @@ from trainer.config.errors import UserError
 from trainer.data import cache, rows
 from trainer.data.batches import eval_batches
 from trainer.data.dataset import Dataset, open_dataset
+from trainer.data.documents import Place
+from trainer.data.packing import Origin, Packed, Resume
 from trainer.data.stdlib import read_files
 from trainer.data.tokenizer import ByteTokenizer
 
@@ -136,8 +138,9 @@ def test_every_segment_of_a_long_row_keeps_its_number(tmp_path: Path):
     length = 1 << 16
     names = ("inputs", "targets", "segmentation", "loss")
     row = dict.fromkeys(names, np.ones(length, np.int32)) | {"segmentation": np.arange(1, length + 1)}
-    rows.write(tmp_path, [row], length=length, vocab_size=300, masked=False)
-    batch = rows.StoredRows(tmp_path).rows(np.array([0]))
+    packed = Packed(row, Resume(None, 0, 0), [Origin(Place("a"), 0)])
+    rows.write(tmp_path, [packed], length=length, vocab_size=300, masked=False)
+    batch = rows.StoredRows([(tmp_path, 1)]).rows(np.array([0]))
     np.testing.assert_array_equal(batch["inputs_segmentation"], row["segmentation"][None])
 
 
@@ -200,7 +203,7 @@ def test_files_without_any_text_are_refused(tmp_path: Path, way: str):
 
 
 def test_preparing_says_how_far_it_is_even_within_a_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("trainer.data.prepare._INTERVAL", 0.01)
+    monkeypatch.setattr("trainer.data.bar._INTERVAL", 0.01)
     write_corpus(tmp_path / "files", "jsonl", count=300)
     keys = {"dataset_type": "grain", "grain_file_type": "jsonl", "grain_train_files": f"{tmp_path}/files/*"}
     lines: list[str] = []

@@ -13,6 +13,8 @@ from sample_data import LENGTH, VOCAB, opened, say_nothing
 from trainer.config.errors import UserError
 from trainer.data import cache, rows
 from trainer.data.dataset import Dataset
+from trainer.data.documents import Place
+from trainer.data.packing import Origin, Packed, Resume
 
 SCRIPT = """
 import json, resource, sys
@@ -165,28 +167,31 @@ def test_damage_is_named_with_the_remedy(
     assert all(part in str(caught.value) for part in (str(path), message, f"delete {kept}"))
 
 
+def ones(length: int) -> Packed:
+    row = dict.fromkeys(("inputs", "targets", "segmentation", "loss"), np.ones(length, int))
+    return Packed(row, Resume(None, 0, 0), [Origin(Place("a"), 0)])
+
+
 @pytest.mark.parametrize(
     ("old", "new"), [(b"NUMPY", b"MUMPY"), (b"'shape': (2", b"'shape': (9"), (b"'shape'", b"'shaqe'")]
 )
 def test_a_damaged_header_of_rows_is_named(tmp_path: Path, old: bytes, new: bytes):
     """The files are so large that only their sizes are compared, so the header is read damaged."""
-    names = ("inputs", "targets", "segmentation", "loss")
-    rows.write(tmp_path, [dict.fromkeys(names, np.ones(8, int))] * 2, length=8, vocab_size=9, masked=False)
+    rows.write(tmp_path, [ones(8)] * 2, length=8, vocab_size=9, masked=False)
     content = (tmp_path / "rows.npy").read_bytes()
     assert content.count(old) == 1
     (tmp_path / "rows.npy").write_bytes(content.replace(old, new))
     with pytest.raises(UserError, match=r"rows\.npy cannot be read .*delete"):
-        rows.StoredRows(tmp_path)
+        rows.StoredRows([(tmp_path, 2)])
 
 
 def test_a_damaged_row_is_named_when_it_is_read(tmp_path: Path):
     """The files are so large that only their sizes are compared."""
-    names = ("inputs", "targets", "segmentation", "loss")
-    rows.write(tmp_path, [dict.fromkeys(names, np.ones(8, int))] * 3, length=8, vocab_size=9, masked=True)
+    rows.write(tmp_path, [ones(8)] * 3, length=8, vocab_size=9, masked=True)
     content = bytearray((tmp_path / "rows.npy").read_bytes())
     content[-1] ^= 1
     (tmp_path / "rows.npy").write_bytes(content)
-    source = rows.StoredRows(tmp_path)
+    source = rows.StoredRows([(tmp_path, 3)])
     assert source.rows(np.arange(2))["inputs"].shape == (2, 8)
     with pytest.raises(UserError, match=r"rows\.npy is damaged: row 2 does not match its checksum; delete"):
         source.rows(np.array([0, 2]))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer import evaluate, export, generate, parity, plan, quantize, serve, sft
+from trainer import evaluate, export, generate, inspect, parity, plan, quantize, serve, sft
 from trainer.config.capabilities.chat_keys import SFT_DEFAULTS, not_conversations
 from trainer.config.capabilities.preference_keys import DPO_DEFAULTS, not_pairs
 from trainer.config.capabilities.rl_keys import RL_DEFAULTS, not_prompts
@@ -62,8 +62,13 @@ def accept(program, words, variables):
         return
     if program == "docs/guides/own_objective.py" and words[0] == "parity":
         program, words = "trainer.parity", words[1:]
+    words = [word for word in words if not word.startswith("prepared_path=")]  # its folder gives the other keys
     if program in ("trainer.train", "trainer.train_compile", "docs/guides/own_objective.py"):
         check(load([word for word in words if not word.startswith("--")], environment=variables).config, variables)
+    elif program == "trainer.prepare":
+        check(load([word for word in words if not word.startswith("out=")], environment=variables).config, variables)
+    elif program == "trainer.inspect":
+        inspect._read_words(words)
     elif program == "trainer.plan":
         load(plan.read_words(words).config, environment=variables)
     elif program == "trainer.sft":

@@ -50,7 +50,7 @@ def rows_of(pairs, length, together=True):
         side(pair["prompt"], pair["chosen"])._replace(after=(side(pair["prompt"], pair["rejected"]),)) for pair in pairs
     ]
     packing = Packing(length, "best_fit", together)
-    rows = [row for row, _ in packing.rows(((None, document) for document in documents), Counts())]
+    rows = [packed.row for packed in packing.rows(((None, document) for document in documents), Counts())]
     fields = (np.stack([row[name] for row in rows]) for name in ("inputs", "targets", "segmentation", "loss"))
     return make_batch(*fields) | {"row": np.arange(len(rows), dtype=np.int32)}
 

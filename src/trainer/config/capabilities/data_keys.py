@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from trainer.config.capabilities.chat_keys import METHODS, columns_problem
+from trainer.config.capabilities.chat_keys import METHODS, columns_problem, functions_problem
 from trainer.config.capabilities.preference_keys import pair_columns_problem
 from trainer.config.capabilities.token_keys import token_files
 from trainer.config.errors import Unbuilt, UserError, shortened
 from trainer.config.files import DEFAULT
 from trainer.config.json_files import read_object
-from trainer.config.key_rows import Check, Inert, Place, Problem, Resume, Row, refused
+from trainer.config.key_rows import Check, Inert, Place, Problem, Resume, Row, left_out, only_if, refused
 from trainer.config.keys import Config
 from trainer.config.paths import local_path
 from trainer.config.schema import schema
@@ -28,6 +28,11 @@ _NEEDED = {
     "grain": {"grain_train_files": "/data/*.arrayrecord"},
     "hf": {"hf_path": "/data/a_dataset"},
 }
+# The keys that change or drop records.
+FILTERS = (
+    *("document_normalization", "document_filter", "document_min_length", "document_max_length"),
+    "drop_duplicates",
+)
 _COLUMNS = ("train_data_columns", "eval_data_columns", "tokenize_train_data", "tokenize_eval_data")
 _TEXT = (
     *("data_cache_directory", "tokenizer_path", "tokenizer_type", "add_bos", "add_eos", "packing"),
@@ -114,6 +119,32 @@ def _passes(config: Config) -> str | None:
 def _compiles(config: Config) -> bool:
     """Returns whether the configuration is for trainer.train_compile, which reads no data."""
     return bool(config.compile_topology)
+
+
+def _duplicates(config: Config) -> str | None:
+    if not config.drop_duplicates:
+        return None
+    if config.data_pipeline == "streaming":
+        return "duplicates are found before training; set data_pipeline=prepared"
+    if config.use_grpo:
+        return "trainer.grpo reads prompts one by one; leave it out"
+    return None
+
+
+def _lengths(config: Config) -> str | None:
+    if config.document_max_length and config.document_max_length < config.document_min_length:
+        return "no record has such a length"
+    return None
+
+
+def _prepared_path(config: Config) -> str | None:
+    if not config.prepared_path:
+        return None
+    if config.data_pipeline == "streaming":
+        return "the rows are prepared; set data_pipeline=prepared"
+    if config.use_grpo:
+        return "trainer.grpo reads prompts, which are not prepared; leave it out, and name the prompts' files"
+    return None
 
 
 def _demands(kind: str, key: str) -> Problem:
@@ -219,15 +250,23 @@ ROWS = (
     Row(("grain_train_files", "grain_train_mixture_config_path", "hf_train_files"), step=False, path=Place.DATA),
     # dataset_path has a check of its scheme; the others are relative to another path.
     Row(("dataset_path", "dataset_name", "hf_name", "hf_data_dir"), step=False, path=Place.ANY),
+    Row(("document_filter",), step=False, code=True),
+    Row(tuple(key for key in FILTERS if key != "document_filter"), step=False),
     Row(("eval_split", "eval_data_columns", "tokenize_eval_data", "hf_eval_split"), Resume.AROUND, step=False),
-    Row(("data_cache_directory",), Resume.AROUND, step=False, path=Place.LOCAL),
+    Row(("data_cache_directory", "prepared_path"), Resume.AROUND, step=False, path=Place.LOCAL),
     Row(("remote_copies_gib",), Resume.AROUND, step=False),
+    Row(("prepare_part_mib", "prepare_workers"), Resume.AROUND, step=False),  # a position identifies its rows
     Row(("grain_eval_files", "hf_eval_files"), Resume.AROUND, step=False, path=Place.DATA),
     Row(("eval_dataset_name",), Resume.AROUND, step=False, path=Place.ANY),
     Row(("num_epoch",), Resume.LENGTH, step=False),
 )
 CHECKS: tuple[Check, ...] = (
     (("dataset_type", "data_pipeline"), _pipeline),
+    (("prepared_path", "data_pipeline"), _prepared_path),
+    (("drop_duplicates",), _duplicates),
+    (("document_min_length", "document_max_length"), _lengths),
+    (("document_filter",), lambda c: functions_problem([*filter(None, [c.document_filter])])),
+    *only_if(token_files, (left_out(key, "the files contain token ids, which are not filtered") for key in FILTERS)),
     (("num_epoch",), _passes),
     (("dataset_type", "dataset_path"), _demands("tfds", "dataset_path")),
     (("dataset_type", "dataset_name"), _demands("tfds", "dataset_name")),
@@ -303,7 +342,18 @@ def _other_type(kind: str) -> Callable[[Any], bool]:
     return lambda config: config.dataset_type != kind
 
 
+def _prepares_nothing(config: Config) -> bool:
+    return config.dataset_type == "synthetic" or bool(config.prepared_path or token_files(config))
+
+
 INERT = (
+    Inert(
+        ("prepare_part_mib", "prepare_workers"),
+        lambda c: _prepares_nothing(c) or (c.data_pipeline == "streaming" and c.eval_interval <= 0),
+        "nothing is prepared",
+    ),
+    Inert(FILTERS, lambda c: c.dataset_type == "synthetic", "dataset_type=synthetic has no documents"),
+    Inert(("data_cache_directory",), lambda c: c.prepared_path, "prepared_path has the data"),
     Inert(("data_cache_directory",), lambda c: c.dataset_type == "synthetic", "dataset_type=synthetic stores nothing"),
     *(Inert(keys, _other_type(kind), f"dataset_type is not {kind}") for kind, keys in OWN_KEYS.items()),
     Inert(("remote_copies_gib",), lambda c: not _remote_files(c), "no data files are named by URL"),

@@ -1,6 +1,8 @@
 """User functions, named package.module:function. Importing this module loads only the standard library, for workers."""
 
+import hashlib
 import importlib
+import inspect
 import os
 import traceback
 from collections.abc import Callable
@@ -45,3 +47,12 @@ def failure(error: BaseException) -> str:
     theirs = [frame for frame in frames if frame.filename == frames[0].filename]
     at = f" ({theirs[-1].filename}, line {theirs[-1].lineno})" if theirs else ""
     return f"{shortened(f'{type(error).__name__}: {error}')}{at}"
+
+
+def source_hash(function: Callable[..., Any]) -> str:
+    """Returns a hash that changes with the source of the function's module; of "" for a function without source."""
+    try:
+        source = inspect.getsource(inspect.getmodule(function) or function)
+    except (OSError, TypeError):  # such as a function of C
+        source = ""
+    return hashlib.sha256(source.encode()).hexdigest()

@@ -1,0 +1,83 @@
+"""Opens the documents that the configuration selects, and prepares their rows."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trainer.config.keys import Config
+from trainer.data.dataset import MakeEncoder, Say, alignment, no_evaluation, words
+from trainer.data.documents import Encoder
+from trainer.data.packing import Packing
+from trainer.data.prepare import FORMAT, Cut, Rows, open_rows, open_tokenizer
+from trainer.data.prepared import Prepared, short
+from trainer.data.sources import Source, open_source
+from trainer.data.tokenizer import Tokenizer
+
+
+class Opened(NamedTuple):
+    """Documents with all that makes rows of them.
+
+    Attributes:
+      evaluation: the held-out rows; None if eval_interval disables evaluation.
+      cut: how the preparation of the training rows is divided.
+    """
+
+    source: Source
+    tokenizer: Tokenizer | None
+    encoder: Encoder
+    packing: Packing
+    evaluation: Rows | None
+    cut: Cut
+    root: Path
+
+    def identity(self, way: str) -> dict[str, Any]:
+        """Returns `Dataset.identity` without `order`. `way`: the data_pipeline."""
+        encoder, source = self.encoder, self.source
+        facts = [[corpus.identity for corpus in source.train], encoder.identity | {"tokenizer": None}]
+        return {
+            "format": FORMAT,
+            "way": way,
+            "documents": f"{short(facts)}, weights {':'.join(map(str, source.weights))}",
+            "tokenizer": short(encoder.tokenizer.fingerprint) if encoder.tokenizer else None,
+            "length": self.packing.length,
+            # This and `order` contain every setting, so that none is missed.
+            "packing": words(self.packing.identity),
+        }
+
+    def prepare(self, say: Say) -> Prepared:
+        """Prepares the training rows, unless that was done before."""
+        source, identity = self.source, self.identity("prepared")
+        settings: Any = (self.encoder, self.packing, "train", self.root, say, self.cut)
+        train = [open_rows([corpus], *settings) for corpus in source.train]
+        if any("parts" in rows.meta for rows in train):
+            identity["packing"] += f", parts of {self.cut.size:,} bytes"
+        labels, noun = [corpus.name for corpus in source.train], self.encoder.noun
+        own: Any = (self.evaluation, noun, self.encoder.limit, identity)
+        return Prepared(source.name, labels, source.weights, train, *own)
+
+
+def open_documents(config: Config, root: Path, say: Say, make_encoder: MakeEncoder) -> Opened:
+    """Opens the documents, the tokenizer and the held-out rows. The last two are stored in `root`, if they are new.
+
+    Raises UserError if keys, a file, the disk or an earlier prepared folder prevent it.
+    """
+    source = open_source(config, say)
+    tokenizer = open_tokenizer(config, source.train, source.weights, root, say)
+    packing = Packing(
+        config.max_target_length,
+        config.grain_packing_type,
+        config.packing,
+        config.max_segments_per_seq,
+        config.use_truncation,
+        alignment(config),
+    )
+    cut = Cut(round(config.prepare_part_mib * 2**20), config.prepare_workers)
+    evaluation = None
+    if config.eval_interval > 0:
+        if not source.evaluation:
+            raise no_evaluation(config)
+        first = source.evaluation[0]
+        tokenize = config.tokenize_train_data if first.evaluates else config.tokenize_eval_data
+        encoder = make_encoder(config, tokenizer, first.columns, tokenize)
+        evaluation = open_rows(source.evaluation, encoder, packing, "held-out", root, say, cut)
+    encoder = make_encoder(config, tokenizer, source.train[0].columns, config.tokenize_train_data)
+    return Opened(source, tokenizer, encoder, packing, evaluation, cut, root)

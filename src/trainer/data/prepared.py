@@ -1,0 +1,156 @@
+"""The folder that trainer.prepare makes: all that training reads of its data.
+
+prepared.json (written last) lists the folders of the rows, with the weights of a mixture, and identifies the data.
+config.yml has the keys, and tokenizer/ the tokenizer's files.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.config.dump import to_yaml
+from trainer.config.errors import UserError, shortened
+from trainer.config.json_files import Field, field_problems, read_object
+from trainer.config.keys import Config
+from trainer.config.paths import local_path
+from trainer.config.prepared import CONFIG, MANIFEST, TOKENIZER
+from trainer.data.prepare import Rows, read_rows
+from trainer.data.tokenizer import Tokenizer
+from trainer.data.tokenizer_files import load_tokenizer
+from trainer.runtime.folders import check_folder
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The rows of a data set.
+
+    Attributes:
+      name: the data set's name.
+      labels, weights, train: the name, the weight and the rows of each component of the training data.
+      evaluation: the held-out rows; None if there is no evaluation.
+      noun: the noun for a record.
+      limit: the upper bound (exclusive) of the ids in the rows.
+      identity: `Dataset.identity` without `order`.
+    """
+
+    name: str
+    labels: Sequence[str]
+    weights: Sequence[int]
+    train: Sequence[Rows]
+    evaluation: Rows | None
+    noun: str
+    limit: int
+    identity: dict[str, Any]
+
+
+def write_place(place: Path, prepared: Prepared, tokenizer: Tokenizer | None, config: Config) -> None:
+    """Writes the manifest of the rows in `place`, the tokenizer's files and the keys.
+
+    Raises:
+      OSError: a file cannot be written.
+    """
+    for name, data in (tokenizer.saved_files() if tokenizer else {}).items():
+        file = place / TOKENIZER / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(data)
+    (place / CONFIG).write_text(to_yaml(config), encoding="utf-8")
+    manifest = {
+        "format": FORMAT,
+        "name": prepared.name,
+        "labels": [*prepared.labels],
+        "weights": [*prepared.weights],
+        "train": [rows.folder.name for rows in prepared.train],
+        "evaluation": prepared.evaluation.folder.name if prepared.evaluation else None,
+        "noun": prepared.noun,
+        "limit": prepared.limit,
+        "tokenizer": tokenizer is not None,
+        "identity": prepared.identity,
+    }
+    partial = place / f"{MANIFEST}.tmp"
+    partial.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    partial.rename(place / MANIFEST)
+
+
+_FIELDS = {
+    "format": Field(int, 1, FORMAT),
+    "name": Field(str),
+    "labels": Field(list, item=str),
+    "weights": Field(list, item=int),
+    "train": Field(list, item=str),
+    "evaluation": Field(str, null=True),
+    "noun": Field(str),
+    "limit": Field(int, 1),
+    "tokenizer": Field(bool),
+    "identity": Field(dict),
+}
+
+
+def read_place(place: Path) -> tuple[Prepared, bool]:
+    """Returns the rows in the folder `place`, and whether it has a tokenizer.
+
+    Raises:
+      UserError: a file is missing or damaged.
+    """
+    check_folder(place)
+    found = read_object(place / MANIFEST)
+    problems = [f"{name} is missing" for name in _FIELDS if name not in found] or field_problems(found, _FIELDS)
+    names = [*found.get("train", ()), *filter(None, [found.get("evaluation")])] if not problems else []
+    problems += [f"{shortened(name)} is not a name" for name in names if Path(name).name != name]
+    if not problems and not 0 < len(found["train"]) == len(found["weights"]) == len(found["labels"]):
+        problems.append("train, weights and labels differ in length")
+    if problems:
+        raise UserError(f"{place / MANIFEST} is damaged: {'; '.join(problems)}; prepare the data again")
+    limit = found["limit"]
+    train = [read_rows(place / name, limit) for name in found["train"]]
+    evaluation = read_rows(place / found["evaluation"], limit) if found["evaluation"] else None
+    own = (found["name"], found["labels"], found["weights"], train, evaluation, found["noun"], limit, found["identity"])
+    return Prepared(*own), found["tokenizer"]
+
+
+def open_place(config: Config) -> tuple[Prepared, Tokenizer | None]:
+    """Returns the rows at prepared_path, and their tokenizer.
+
+    Raises:
+      UserError: a file is missing or damaged, or a key contradicts the folder.
+    """
+    place = local_path(config.prepared_path, "prepared_path=")
+    prepared, has_tokenizer = read_place(place)
+    if prepared.limit > config.vocab_size:
+        raise UserError(
+            f"vocab_size={config.vocab_size}, but prepared_path={place} has ids up to {prepared.limit - 1}: set "
+            f"vocab_size={prepared.limit} or more"
+        )
+    if config.eval_interval > 0 and prepared.evaluation is None:
+        raise UserError(
+            f"eval_interval={config.eval_interval}, but prepared_path={place} has nothing to evaluate on: set "
+            "eval_interval=-1, or prepare the data again with evaluation"
+        )
+    if not has_tokenizer:
+        return prepared, None
+    tokenizer = tokenizer_of(place, prepared, config)
+    given = config.tokenizer_path
+    if given and local_path(given).exists() and config.tokenizer_type != "bytes":
+        other = load_tokenizer(given, config.tokenizer_type, add_bos=config.add_bos, add_eos=config.add_eos)
+        if other.fingerprint != tokenizer.fingerprint:
+            raise UserError(f"tokenizer_path={given} is not the tokenizer of prepared_path={place}; leave it out")
+    return prepared, tokenizer
+
+
+def tokenizer_of(place: Path, prepared: Prepared, keys: Mapping[str, Any]) -> Tokenizer:
+    """Returns the tokenizer in the folder `place`. `keys`: the configuration. Raises UserError if it is damaged."""
+    kind, folder = keys["tokenizer_type"], place / TOKENIZER
+    settings = {"add_bos": keys["add_bos"], "add_eos": keys["add_eos"]}
+    tokenizer = load_tokenizer("" if kind == "bytes" else str(folder), kind, **settings)
+    if (now := short(tokenizer.fingerprint)) != (then := prepared.identity.get("tokenizer")):
+        raise UserError(f"{folder} is damaged: its hash was {then} and is {now}; prepare the data again")
+    return tokenizer
+
+
+def short(facts: Any) -> str:
+    """Returns a short hash."""
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:12]

@@ -1,0 +1,110 @@
+"""trainer.prepare as a command: processes that die, and training that goes on from the other data."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from run_cases import command
+from sample_data import document, write_corpus
+from support import TINY, pinned
+
+SMALL = TINY | pinned("nnx")
+SMALL |= {"vocab_size": 300, "max_target_length": 32, "eval_interval": 4, "per_device_batch_size": 2, "prompt": ""}
+
+
+def start(folder: Path, out: str) -> subprocess.Popen[str]:
+    words = ["dataset_type=grain", "grain_file_type=jsonl", "grain_train_files=big.jsonl", "max_target_length=64"]
+    words += [
+        "tokenizer_type=bytes",
+        "vocab_size=300",
+        "prepare_part_mib=0.25",
+        "prepare_workers=2",
+        "eval_interval=-1",
+    ]
+    words += ["held_out_share=0", f"out={out}"]
+    args = [sys.executable, "-m", "trainer.prepare", *words]
+    return subprocess.Popen(args, cwd=folder, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def workers_of(pid: int) -> list[int]:
+    """Returns the processes that a process prepares with."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == pid and b"spawn_main" in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+    return found
+
+
+def finished(place: Path) -> set[Path]:
+    return {path for path in place.glob("train-*/part-*") if path.suffix != ".tmp"}
+
+
+@pytest.mark.rest(covered_by="the first victim", cases=("worker", "interrupted"))
+@pytest.mark.parametrize("victim", ["command", "worker", "interrupted"])
+def test_a_process_that_dies_repeats_no_finished_part(tmp_path: Path, victim: str):
+    with (tmp_path / "big.jsonl").open("w") as file:
+        file.writelines(json.dumps({"text": f"{i} " + document(i) * 20}) + "\n" for i in range(3000))
+    child = start(tmp_path, "place")
+    while len(finished(tmp_path / "place")) < 2:
+        assert child.poll() is None, child.communicate()
+        time.sleep(0.02)
+    workers = workers_of(child.pid)
+    assert len(workers) == 2
+    kept = {path: (path / "rows.npy").stat().st_mtime_ns for path in finished(tmp_path / "place")}
+    os.kill(
+        workers[0] if victim == "worker" else child.pid, signal.SIGINT if victim == "interrupted" else signal.SIGKILL
+    )
+    _, errors = child.communicate(timeout=30)
+    assert child.returncode == {"worker": 2, "command": -signal.SIGKILL, "interrupted": -signal.SIGINT}[victim]
+    assert ("the same command continues" in errors) == (victim != "command")
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() for pid in workers):
+        assert time.monotonic() < deadline, "the workers outlive the command"
+        time.sleep(0.05)
+    again = start(tmp_path, "place")
+    output, errors = again.communicate(timeout=60)
+    assert again.returncode == 0, errors
+    assert "rows of 64 tokens" in output
+    (train,) = (tmp_path / "place").glob("train-*")
+    names = {path.name: (path / "rows.npy").stat().st_mtime_ns for path in finished(tmp_path / "place")}
+    assert all(names[path.name] == then for path, then in kept.items())
+    assert json.loads((train / "meta.json").read_text())["documents"] == 3000
+    assert not [*(tmp_path / "place").glob("*.tmp"), *(tmp_path / "place").glob("*.lock")]
+
+
+def test_a_run_goes_on_with_the_prepared_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    data = {"dataset_type": "grain", "grain_file_type": "jsonl", "prepare_part_mib": 0.002, "held_out_share": 0.2}
+    data |= {"grain_train_files": f"{write_corpus(tmp_path / 'a', 'jsonl', 40)}/*,0.7;{tmp_path}/a/0*,0.3"}
+    shared = SMALL | data | {"data_cache_directory": tmp_path / "cache", "checkpoint_period": 2}
+    code, output = command(shared | {"steps": 4}, "run_name=whole")
+    assert code == 0, output
+    assert "mixture      70.0% of the rows from" in output
+    words = [f"{name}={value}" for name, value in data.items()]
+    subprocess.run(
+        [sys.executable, "-m", "trainer.prepare", *words, "max_target_length=32", "vocab_size=300", "out=place"],
+        check=True,
+        cwd=tmp_path,
+        capture_output=True,
+    )
+    assert command(shared | {"steps": 2, "learning_rate_schedule_steps": 4}, "run_name=part")[0] == 0
+    (tmp_path / "a").rename(tmp_path / "away")
+    keys = {name: value for name, value in shared.items() if name not in data} | {"prepared_path": "place"}
+    code, output = command(keys | {"steps": 4, "learning_rate_schedule_steps": 4}, "run_name=part")
+    assert code == 0, output
+    losses = []
+    for name in ("whole", "part"):
+        lines = (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()
+        losses.append({row["step"]: row["loss"] for row in map(json.loads, lines) if "loss" in row})
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 4
+    assert np.isfinite([*losses[0].values()]).all()
