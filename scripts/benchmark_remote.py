@@ -38,9 +38,11 @@ def measure(folder: Path, kind: str, files: str, name: str) -> tuple[float, floa
         "vocab_size": 512,
         "max_target_length": 2048,
         "held_out_share": 0,
+        "prepare_workers": 1,
         "eval_interval": -1,
     }
     config = load([f"{key}={value}" for key, value in keys.items()]).config
+    shutil.rmtree(folder / "cache", ignore_errors=True)
     started = time.perf_counter()
     for corpus in open_source(config).train:
         for _ in corpus.records():

@@ -166,6 +166,17 @@ def test_reading_a_range_requests_little_after_its_end(server: SlowServer, root:
     assert server.sent <= 30_000 + (1 << 12)
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_pieces_of_files_are_requested_once(server: SlowServer, root: Path, tmp_path: Path, kind: str):
+    source = open_source(config_of(tmp_path, **keys_of(kind, f"{server.url}/{kind}/*")))
+    (corpus,), size = source.train, sum(path.stat().st_size for path in (root / kind).iterdir())
+    groups = corpus.pieces(size // 4)
+    assert [len(pieces) for pieces in groups] == [1] * 4
+    records = [record.values for pieces in groups for record in corpus.records(pieces=pieces)]
+    assert records == [record.values for record in corpus.records()]
+    assert server.sent <= 2 * 1.1 * size
+
+
 def test_row_groups_are_requested_one_after_the_other(server: SlowServer, tmp_path: Path):
     columns = {"train_data_columns": "[text,more]"}
     (part,) = parts_of(tmp_path, "parquet", f"{server.url}/parquet/0.parquet", **columns)
@@ -180,6 +191,8 @@ def test_rows_and_positions_are_those_of_local_files(own: SlowServer, tmp_path: 
     folder = write_corpus(own.root / "a", kind)
     own.fail(FAULTS)
     keys = keys_of(kind, f"{folder}/*", data_pipeline=way)
+    if way == "prepared":
+        keys |= {"prepare_part_mib": 0.0005, "prepare_workers": 1}
     local = opened(tmp_path / "cache", **keys)
     there = opened(tmp_path / "cache", **keys | {"grain_train_files": f"{own.url}/a/*.{kind}"})
     left, right = batches(local, 12), batches(there, 12)
