@@ -29,6 +29,7 @@ class SlowServer(http.server.ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    request_queue_size = 128  # connections that wait; more than clients open at a time
 
     def __init__(self, root: Path):
         super().__init__(("127.0.0.1", 0), _Handler)

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 from trainer.data.documents import Counts, Record, is_held_out
 from trainer.data.filters import Filters
-from trainer.data.readers import Columns, Part
+from trainer.data.readers import Columns, Part, TextPart
 from trainer.runtime.remote import RemoteFile
 
 WHOLE_CONTENT = 256 << 20  # bytes; the fingerprint of a source up to this size reads all of it
+_AHEAD = 16  # text files that are requested at the same time, if they are remote
 _ENDS = 1 << 16  # bytes that the fingerprint of a larger source reads at each end of a file
 
 
@@ -73,7 +74,10 @@ class Corpus:
         if pieces is None:
             pieces = [Piece(i, part.weight) for i, part in enumerate(self.parts)]
         total, before, counts = sum(piece.weight for piece in pieces), 0.0, counts or Counts()
-        for piece in pieces:
+        for i, piece in enumerate(pieces):
+            for following in pieces[i : i + _AHEAD]:
+                if isinstance(part := self.parts[following.part], TextPart):
+                    part.expect()
             for _, share, record in self.parts[piece.part].read(piece.start, piece.stop):
                 track((before + piece.done(share) * piece.weight) / total)
                 if (found := self.taken(record, counts)) is not None:

@@ -14,6 +14,7 @@ import json
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,11 +26,13 @@ from trainer.data.arrow import restored, restored_columns, rows_of
 from trainer.data.documents import Place, Record
 from trainer.data.text import GZIP, encoding_hint
 from trainer.data.unpacked import rows_at_once
+from trainer.runtime.attempts import later
 from trainer.runtime.crc32c import masked_crc32c
 from trainer.runtime.remote import RemoteFile
 
 Columns = tuple[str, ...]
 _CHUNK = 256  # records to read at once
+_EXPECTED = 1 << 22  # bytes of the largest text file that is requested before it is read
 _BLOCK = 1 << 20  # bytes to read at once of a line that is skipped
 
 
@@ -119,9 +122,21 @@ class FilePart:
 class TextPart(FilePart):
     """A text file is one document, without its byte order mark."""
 
+    _expected: Future[bytes] | None = None
+
+    def expect(self) -> None:
+        """Requests the content, if it is remote and small, before it is read."""
+        if isinstance(self.path, RemoteFile) and self.weight <= _EXPECTED and self._expected is None:
+            self._expected = later(self.path.read_bytes)
+
     def read(self, cursor: int = 0, stop: int | None = None) -> Iterator[tuple[int, float, Record]]:
         if cursor == 0:
-            yield 1, 1.0, Record(Place(self.name), (self.path.read_bytes().removeprefix(codecs.BOM_UTF8),))
+            content = self._expected.result() if self._expected else self.path.read_bytes()
+            self._expected = None
+            yield 1, 1.0, Record(Place(self.name), (content.removeprefix(codecs.BOM_UTF8),))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_expected": None}
 
 
 class Line(Place):

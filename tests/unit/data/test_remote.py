@@ -177,6 +177,16 @@ def test_pieces_of_files_are_requested_once(server: SlowServer, root: Path, tmp_
     assert server.sent <= 2 * 1.1 * size
 
 
+def test_small_text_files_are_requested_together(own: SlowServer, tmp_path: Path):
+    folder = write_corpus(own.root / "a", "text", 48)
+    (corpus,) = open_source(config_of(tmp_path, **keys_of("text", f"{own.url}/a/*.text"))).train
+    own.delay, started = 0.1, time.monotonic()
+    texts = [record.values[0] for record in corpus.records()]
+    assert time.monotonic() - started < 3  # one after the other, 4.8
+    assert texts == [path.read_bytes() for path in sorted(folder.iterdir())]
+    assert own.sent == sum(map(len, texts))
+
+
 def test_row_groups_are_requested_one_after_the_other(server: SlowServer, tmp_path: Path):
     columns = {"train_data_columns": "[text,more]"}
     (part,) = parts_of(tmp_path, "parquet", f"{server.url}/parquet/0.parquet", **columns)
