@@ -71,7 +71,7 @@ def main() -> None:
     """Measures and prints."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
     print(f"commit {commit.stdout.strip()}, {platform.machine()}, Python {platform.python_version()}\n")
-    columns = ["files", "local: read, s", "prepare, s"]
+    columns = ["format", "local: read, s", "prepare, s"]
     for delay in DELAYS:
         columns += [f"{1000 * delay:.0f} ms: read, s, ratio", "prepare, s, ratio"]
     columns += ["bytes sent / bytes of files", "files"]
