@@ -11,7 +11,7 @@ from trainer.config.errors import Unbuilt, shortened
 from trainer.config.family import facts_of
 from trainer.config.key_rows import Check, Place
 from trainer.config.keys import Config, Values
-from trainer.config.paths import path_problem
+from trainer.config.paths import path_problem, url_problem
 
 
 def contradictions(config: Config, where: Mapping[str, str], broken: set[str]) -> list[str]:
@@ -32,12 +32,22 @@ def contradictions(config: Config, where: Mapping[str, str], broken: set[str]) -
 
 
 def _path(key: str) -> Check:
-    separators = "[;,|:]" if key in paths_of(Place.GLOBS) else "$^"
+    lists = key in paths_of(Place.DATA)
 
     def problem(config: Config) -> str | None:
-        if "://" in config[key]:
-            return None  # `_remote` reports an unsupported one
-        return next(filter(None, map(path_problem, re.split(separators, config[key]))), None)
+        parts = config[key].split(";") if lists else [config[key]]
+        local = [part for part in parts if "://" not in part]  # `_remote` checks the others
+        names = [name for part in local for name in (re.split("[,|:]", part) if lists else [part])]
+        return next(filter(None, map(path_problem, names)), None)
+
+    return (key,), problem
+
+
+def _data(key: str) -> Check:
+    def problem(config: Config) -> str | None:
+        urls = [part.rpartition("|")[2].strip() for part in config[key].split(";") if "://" in part]
+        wrong = next(filter(None, map(url_problem, urls)), None)
+        return Unbuilt(wrong) if wrong and not no_effect_of(config, key) else None
 
     return (key,), problem
 
@@ -58,6 +68,7 @@ def _remote(key: str) -> Check:
 
 CHECKS = (
     *OF_CAPABILITIES,
-    *map(_remote, paths_of(Place.BUCKET, Place.LOCAL, Place.GLOBS)),
+    *map(_remote, paths_of(Place.BUCKET, Place.LOCAL)),
+    *map(_data, paths_of(Place.DATA)),
     *map(_path, paths_of(*Place)),
 )

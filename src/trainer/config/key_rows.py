@@ -65,12 +65,12 @@ class Place(Enum):
 
     Attributes:
       LOCAL: to this machine.
-      GLOBS: a list of globs on this machine.
+      DATA: to files of data on this machine or elsewhere: a list of globs and URLs.
       BUCKET: to this machine or to a gs:// bucket.
       ANY: only its syntax is checked here.
     """
 
-    LOCAL, GLOBS, BUCKET, ANY = range(4)
+    LOCAL, DATA, BUCKET, ANY = range(4)
 
 
 class Row(NamedTuple):

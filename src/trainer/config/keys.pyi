@@ -314,6 +314,7 @@ class Config(Mapping[str, Any]):
     receive_seconds: float
     record_internal_nn_metrics: int
     remat_policy: str
+    remote_copies_gib: float
     request_seconds: float
     reset_attention_mask: bool
     reset_optimizer: bool

@@ -6,6 +6,8 @@ from pathlib import Path
 from trainer.config.errors import UserError, shortened
 
 MAX_NAME, MAX_PATH = 255, 4095  # bytes, on Linux
+# The schemes of data files on other machines, each with the extra that installs its package.
+EXTRAS = {"gs": "gcs", "s3": "s3", "hf": "hf", "http": "http", "https": "http"}
 
 
 def path_problem(text: str) -> str | None:
@@ -24,6 +26,14 @@ def path_problem(text: str) -> str | None:
     if len(path) > MAX_PATH:
         return f"the path has {len(path)} bytes; the limit is {MAX_PATH}"
     return None
+
+
+def url_problem(text: str) -> str | None:
+    """Returns why data files cannot be read from the URL `text`, or None."""
+    scheme, _, rest = text.partition("://")
+    if scheme not in EXTRAS:
+        return f"data are read from {', '.join(f'{known}://' for known in EXTRAS)} and from this machine"
+    return None if rest.strip("/") else "nothing follows the scheme"
 
 
 def local_path(text: str, what: str = "") -> Path:

@@ -11,6 +11,11 @@ def counted(number: int, one: str, many: str = "") -> str:
     return f"{number:,} {one if number == 1 else many or f'{one}s'}"
 
 
+def sized(count: int) -> str:
+    """Returns a number of bytes with its unit: "2.00 GB", "0.05 MB"."""
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"
+
+
 def visible(text: str, keep: str = "\n\t") -> str:
     """Returns `text`, escaping characters that could control a terminal or that it cannot show: categories Cc (other
     than `keep`) and Cs, line separators, and marks that reverse the direction of the text after them.

@@ -5,14 +5,15 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from trainer.data.documents import Counts, Record, is_held_out
 from trainer.data.filters import Filters
-from trainer.data.readers import Columns, Part
+from trainer.data.readers import Columns, Part, TextPart
+from trainer.runtime.remote import RemoteFile
 
 WHOLE_CONTENT = 256 << 20  # bytes; the fingerprint of a source up to this size reads all of it
+_AHEAD = 16  # text files that are requested at the same time, if they are remote
 _ENDS = 1 << 16  # bytes that the fingerprint of a larger source reads at each end of a file
 
 
@@ -73,7 +74,10 @@ class Corpus:
         if pieces is None:
             pieces = [Piece(i, part.weight) for i, part in enumerate(self.parts)]
         total, before, counts = sum(piece.weight for piece in pieces), 0.0, counts or Counts()
-        for piece in pieces:
+        for i, piece in enumerate(pieces):
+            for following in pieces[i : i + _AHEAD]:
+                if isinstance(part := self.parts[following.part], TextPart):
+                    part.expect()
             for _, share, record in self.parts[piece.part].read(piece.start, piece.stop):
                 track((before + piece.done(share) * piece.weight) / total)
                 if (found := self.taken(record, counts)) is not None:
@@ -114,18 +118,24 @@ class Corpus:
         return f"{self.fingerprint} {self.columns} {self.held_out} {self.evaluates}{restored}{filters}"
 
 
-def file_fingerprint(paths: Sequence[Path], also: str = "") -> str:
+def file_fingerprint(paths: Sequence[Any], also: str = "") -> str:
     """Returns the sha256, in hexadecimal, of the files' names and contents and of `also`.
 
     If the files have more than 256 MiB in total, only the sizes and the first and last 64 KiB of each file are read.
     Copies in other folders have the same fingerprint. Formats with an index at the end change there with every record.
+    Of remote files, the address, the size and what the server tells of the content are used; if it tells nothing, the
+    ends as of large files.
     """
     digest = hashlib.sha256(also.encode())
     sizes = [path.stat().st_size for path in paths]
     for path, size in zip(paths, sizes, strict=True):
+        remote = isinstance(path, RemoteFile)
+        if remote and path.content:
+            digest.update(path.content.encode())
+            continue
         digest.update(os.fsencode(path.name) + f"\0{size}\0".encode())
-        with path.open("rb") as file:
-            if sum(sizes) <= WHOLE_CONTENT:
+        with path.open("rb", buffering=0) as file:
+            if sum(sizes) <= WHOLE_CONTENT and not remote:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
             else:
                 digest.update(file.read(_ENDS))

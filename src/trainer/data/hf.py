@@ -20,9 +20,9 @@ BUILDERS = ("arrow", "csv", "json", "parquet", "text")
 
 
 def hf_corpus(
-    path: str, name: str, data_dir: str, cache: Path, say: Say, files: str, split: str, columns: Columns, key: str
+    path: str, name: str, data_dir: str, cache: Path, say: Say, files: Any, split: str, columns: Columns, key: str
 ) -> Corpus:
-    """Returns one split as a corpus. `cache` is the cache folder of `datasets` for plain files.
+    """Returns one split as a corpus. `cache` is the cache folder of `datasets` for plain files, `files`: globs.
 
     Raises UserError if the split is not on this machine, or if the data set lacks the split or a column.
     """
@@ -37,7 +37,7 @@ def hf_corpus(
     return Corpus(f"{path} {split}", (part,), fingerprint, columns)
 
 
-def _load(path: str, name: str, data_dir: str, cache: Path, say: Say, files: str, split: str, key: str) -> Any:
+def _load(path: str, name: str, data_dir: str, cache: Path, say: Say, files: Any, split: str, key: str) -> Any:
     # Set before the package reads it, so that it sends no request to the hub.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:

@@ -1,4 +1,5 @@
 """Megatron-LM's indexed data sets, PREFIX.bin and PREFIX.idx. Rows are read directly from the memory-mapped files.
+Remote files are copied first.
 
 PREFIX.bin contains the token ids of all sequences. PREFIX.idx contains, in little-endian order: MAGIC, the version
 (u8), the code of the ids' type (u1), the numbers of sequences and of entries in the document index (both u8); then the
@@ -7,6 +8,8 @@ sequence of each document, and the number of sequences. Some writers count docum
 """
 
 import glob
+import io
+import re
 import struct
 from collections.abc import Sequence
 from fractions import Fraction
@@ -23,6 +26,9 @@ from trainer.config.paths import local_path
 from trainer.data.batches import Batch, make_batch
 from trainer.data.cache import Progress
 from trainer.data.corpus import file_fingerprint
+from trainer.data.found import announce_copies, copies_of, train_mixture
+from trainer.runtime.copies import Copies
+from trainer.runtime.remote import data_file, data_files
 
 MAGIC, VERSION = b"MMIDIDX\0\0", 1
 _HEADER = struct.Struct("<9sQBQQ")
@@ -31,7 +37,7 @@ _LOOK = 20  # the number of documents searched for mmap_eod_id
 
 
 class IndexedFile:
-    """One PREFIX.bin with its index.
+    """One PREFIX.bin with its index, copied to `copies` if the prefix is a URL.
 
     Attributes:
       paths: both files.
@@ -41,9 +47,12 @@ class IndexedFile:
     is ever read, because the constructor checks every length and position in the index against the files' sizes.
     """
 
-    def __init__(self, prefix: str):
-        index, self.path = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
-        self.paths = (index, self.path)
+    def __init__(self, prefix: str, copies: Copies | None = None):
+        self._copies: list[io.FileIO] = []  # open, so that they stay
+        if copies is not None and "://" in prefix:
+            self._copies = [data_file(f"{prefix}{end}", copies).copied() for end in (".idx", ".bin")]
+        names = [copy.name for copy in self._copies] or [f"{prefix}.idx", f"{prefix}.bin"]
+        index, self.path = self.paths = Path(names[0]), Path(names[1])
         data = _mapped(index, "u1")
         if len(data) < _HEADER.size or data[: len(MAGIC)].tobytes() != MAGIC:
             raise UserError(f"{index} is not an index of Megatron-LM: it does not begin with {MAGIC!r}")
@@ -175,10 +184,14 @@ def open_files(config: Config, say: Progress) -> tuple[list[TokenRows], list[Fra
 
     Raises UserError if a file is missing or damaged, or if no document remains.
     """
-    mixture = parse_mixture(config.grain_train_files, config.grain_train_mixture_config_path)
-    train = [_component(config, pattern, "grain_train_files", say) for pattern, _ in mixture]
+    mixture = train_mixture(config)
     held = [pattern for pattern, _ in parse_mixture(config.grain_eval_files, "")] if config.grain_eval_files else []
-    own = [_component(config, pattern, "grain_eval_files", say) for pattern in held]
+    found = [_component_prefixes(config, pattern, "grain_train_files", say) for pattern, _ in mixture]
+    found += [_component_prefixes(config, pattern, "grain_eval_files", say) for pattern in held]
+    remote = [f"{prefix}{end}" for some in found for prefix in some if "://" in prefix for end in (".idx", ".bin")]
+    announce_copies(config, [data_file(url, copies_of(config)) for url in remote], say, together=True)
+    components = [_component(config, prefixes) for prefixes in found]
+    train, own = components[: len(mixture)], components[len(mixture) :]
     split, share = split_ratios(config), 0 if own else config.held_out_share
 
     def rows(components: list[list[IndexedFile]], name: str, which: int) -> TokenRows:
@@ -207,15 +220,19 @@ def boundaries(config: Config) -> dict[str, Any]:
     return settings | {"shortest": shortest_segment(config)}
 
 
-def _component(config: Config, pattern: str, key: str, say: Progress) -> list[IndexedFile]:
-    """Returns the files of a component: `prefix`, a folder or a glob of either; for mmap_npy `folder|prefix:prefix`."""
+def _component_prefixes(config: Config, pattern: str, key: str, say: Progress) -> list[str]:
+    """Returns the prefixes of a component: `prefix`, a folder or a glob of either; mmap_npy: `folder|prefix:prefix`."""
     names = [pattern]
     if config.grain_file_type == "mmap_npy":
         folder, bar, rest = pattern.rpartition("|")
-        names = rest.split(":")
+        names = re.split(r":(?!//|\d+/)", rest)  # not in a URL, after its scheme or before a port
         if bar:
             say(f"{key}: the index in {folder} is not read: data_shuffle_seed gives the order of the rows")
-    files = [IndexedFile(prefix) for prefix in sorted(prefix for name in names for prefix in _prefixes(name, key))]
+    return sorted(prefix for name in names for prefix in _prefixes(name.strip(), key, copies_of(config)))
+
+
+def _component(config: Config, prefixes: Sequence[str]) -> list[IndexedFile]:
+    files = [IndexedFile(prefix, copies_of(config)) for prefix in prefixes]
     eod = config.mmap_eod_id
     if eod >= 0 and (config.reset_attention_mask or config.eod_mask_loss):
         last = files[0].last_tokens()
@@ -227,9 +244,13 @@ def _component(config: Config, pattern: str, key: str, say: Progress) -> list[In
     return files
 
 
-def _prefixes(name: str, key: str) -> list[str]:
-    stem = str(local_path(name.strip())).removesuffix(".idx").removesuffix(".bin")
-    found = glob.glob(f"{stem}.idx", recursive=True) or glob.glob(f"{stem}/*.idx", recursive=True)
+def _prefixes(name: str, key: str, copies: Copies) -> list[str]:
+    remote = "://" in name
+    stem = (name if remote else str(local_path(name))).removesuffix(".idx").removesuffix(".bin")
+    if remote:
+        found = [file.url for file in data_files(f"{stem}*.idx" if stem.endswith("/") else f"{stem}.idx", copies)]
+    else:
+        found = glob.glob(f"{stem}.idx", recursive=True) or glob.glob(f"{stem}/*.idx", recursive=True)
     if not found:
         raise UserError(
             f"{key}: there is no {stem}.idx, and no folder {stem} with such files; give the path without .idx"

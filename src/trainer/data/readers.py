@@ -5,27 +5,34 @@ Parts can be cut at some cursors (`cuts`), to be read by several processes.
 """
 
 import codecs
+import contextlib
+import functools
 import gzip
+import io
 import itertools
 import json
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from trainer.config.errors import UserError, shortened
-from trainer.config.limits import TEXT_BYTES, UNPACKED_BYTES, UNPACKED_RATIO
+from trainer.config.limits import FILE_BYTES, TEXT_BYTES, UNPACKED_BYTES, UNPACKED_RATIO
 from trainer.data.arrow import restored, restored_columns, rows_of
 from trainer.data.documents import Place, Record
 from trainer.data.text import GZIP, encoding_hint
 from trainer.data.unpacked import rows_at_once
+from trainer.runtime.attempts import later
 from trainer.runtime.crc32c import masked_crc32c
+from trainer.runtime.remote import RemoteFile
 
 Columns = tuple[str, ...]
 _CHUNK = 256  # records to read at once
+_EXPECTED = 1 << 22  # bytes of the largest text file that is requested before it is read
 _BLOCK = 1 << 20  # bytes to read at once of a line that is skipped
 
 
@@ -83,11 +90,11 @@ class IndexedPart(Part, Protocol):
 
 
 class FilePart:
-    """A file. Raises UserError if it is missing or empty."""
+    """A file: a path, or a `RemoteFile`. Raises UserError if it is missing or empty."""
 
     restores = False
 
-    def __init__(self, path: Path, columns: Columns):
+    def __init__(self, path: Any, columns: Columns):
         self.path, self.columns = path, columns
         try:
             self.weight = path.stat().st_size
@@ -115,9 +122,21 @@ class FilePart:
 class TextPart(FilePart):
     """A text file is one document, without its byte order mark."""
 
+    _expected: Future[bytes] | None = None
+
+    def expect(self) -> None:
+        """Requests the content, if it is remote and small, before it is read."""
+        if isinstance(self.path, RemoteFile) and self.weight <= _EXPECTED and self._expected is None:
+            self._expected = later(self.path.read_bytes)
+
     def read(self, cursor: int = 0, stop: int | None = None) -> Iterator[tuple[int, float, Record]]:
         if cursor == 0:
-            yield 1, 1.0, Record(Place(self.name), (self.path.read_bytes().removeprefix(codecs.BOM_UTF8),))
+            content = self._expected.result() if self._expected else self.path.read_bytes()
+            self._expected = None
+            yield 1, 1.0, Record(Place(self.name), (content.removeprefix(codecs.BOM_UTF8),))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_expected": None}
 
 
 class Line(Place):
@@ -129,7 +148,7 @@ class Line(Place):
                 number, left = 1, self.number
                 while left > 0 and (block := file.read(min(left, 1 << 20))):
                     number, left = number + block.count(b"\n"), left - len(block)
-        except OSError:  # the file was removed after the line was read
+        except OSError:  # the file was removed after the line was read, or is remote
             return super().__str__()
         return f"{self.name}, line {number}"
 
@@ -137,23 +156,30 @@ class Line(Place):
 LINE = "at byte"  # the unit of a `Line`
 
 
-def opened(path: Path) -> Any:
-    """Opens a file for reading bytes, decompressed if it is gzip."""
-    with path.open("rb") as file:
+@contextlib.contextmanager
+def opened(path: Any, stop: int | None = None) -> Iterator[Any]:
+    """Opens a file for reading bytes, decompressed if it is gzip. Of a remote file, nothing after `stop` is requested
+    ahead."""
+    with path.open("rb", buffering=0) as file:
         compressed = file.read(len(GZIP)) == GZIP
-    return gzip.open(path) if compressed else path.open("rb")
+    if not compressed:
+        with path.open("rb", stop=stop) if isinstance(path, RemoteFile) else path.open("rb") as file:
+            yield file
+    else:
+        with path.copied() if isinstance(path, RemoteFile) else path.open("rb") as file, gzip.open(file) as unpacked:
+            yield unpacked
 
 
 class JsonlPart(FilePart):
     """One JSON object per line, perhaps compressed by gzip; blank lines are skipped."""
 
     def cuts(self, count: int) -> list[int]:
-        with self.path.open("rb") as file:
+        with self.path.open("rb", buffering=0) as file:
             compressed = file.read(len(GZIP)) == GZIP
         return [] if compressed else _even_cuts(self.weight, count)
 
     def read(self, cursor: int = 0, stop: int | None = None) -> Iterator[tuple[int, float, Record]]:
-        with damaged_file(self.path, (OSError, EOFError, zlib.error)), opened(self.path) as file:
+        with damaged_file(self.path, (OSError, EOFError, zlib.error)), opened(self.path, stop) as file:
             if cursor:  # it may be within a line, which belongs to the piece before
                 file.seek(cursor - 1)
                 while (skipped := file.readline(_BLOCK)) and not skipped.endswith(b"\n"):
@@ -183,17 +209,22 @@ class JsonlPart(FilePart):
 class ParquetPart(FilePart):
     """A Parquet file."""
 
-    def __init__(self, path: Path, columns: Columns):
+    def __init__(self, path: Any, columns: Columns):
         super().__init__(path, columns)
         import pyarrow
 
+        self._metadata: Any = None
+        if isinstance(path, RemoteFile):
+            with self._errors(pyarrow):
+                self._metadata = _remote_metadata(path)
         with self._errors(pyarrow), self._open() as file:
             names, self._rows = file.schema_arrow.names, file.metadata.num_rows
             self.restores = bool(restored_columns(file.schema_arrow, json=True).keys() & {*columns})
             groups = range(file.metadata.num_row_groups)
             self._groups = [file.metadata.row_group(i).num_rows for i in groups]
             self._sizes = [file.metadata.row_group(i).total_byte_size for i in groups]
-            self._chunk = rows_at_once(path, file.metadata, columns, _CHUNK)
+            # Looking at the pages of a remote file takes a request for each column of each row group.
+            self._chunk = 0 if self._metadata else rows_at_once(path, file.metadata, columns, _CHUNK)
         pick(dict.fromkeys(names), columns, self.name)
 
     def cuts(self, count: int) -> list[int]:
@@ -204,7 +235,12 @@ class ParquetPart(FilePart):
     def _open(self):
         import pyarrow.parquet
 
-        return pyarrow.parquet.ParquetFile(self.path, page_checksum_verification=True)
+        if not isinstance(self.path, RemoteFile):
+            return pyarrow.parquet.ParquetFile(self.path, page_checksum_verification=True)
+        # `pre_buffer` would request all row groups at once.
+        return pyarrow.parquet.ParquetFile(
+            self.path.open(buffering=0), metadata=self._metadata, pre_buffer=False, page_checksum_verification=True
+        )
 
     def _errors(self, pyarrow: Any):
         return damaged_file(self.path, (pyarrow.ArrowException, OSError))
@@ -215,6 +251,7 @@ class ParquetPart(FilePart):
         first, at = 0, 0
         while first < len(self._groups) and at + self._groups[first] <= cursor:
             at, first = at + self._groups[first], first + 1
+        self._chunk = self._chunk or rows_at_once(self.path, self._metadata, self.columns, _CHUNK)
         with self._errors(pyarrow), self._open() as file:
             ends = itertools.accumulate(self._groups)
             last = sum(end <= (self._rows if stop is None else stop) for end in ends)  # pieces end with a row group
@@ -224,28 +261,51 @@ class ParquetPart(FilePart):
                     at += 1
                     if at > cursor:
                         yield at, at / self._rows, self.pick(values, Place(self.name, at, "row"))
+        if isinstance(self.path, RemoteFile):
+            self.path.check()
+
+
+def _remote_metadata(path: RemoteFile) -> Any:
+    """Returns the metadata of a Parquet file. pyarrow would request 64 KiB for them, and again at each opening."""
+    import pyarrow.parquet
+
+    with path.open(buffering=0) as file:
+        file.seek(max(0, path.size - 8))
+        end = file.read(8)
+        length = int.from_bytes(end[:4], "little") if end.endswith(b"PAR1") else 0
+        file.seek(max(0, path.size - 8 - min(length, FILE_BYTES)))
+        return pyarrow.parquet.read_metadata(io.BytesIO(b"PAR1" + file.read(path.size)))
 
 
 class ArrayRecordPart(FilePart):
     """Records [start, stop) of an ArrayRecord file. `parse` turns a record into a dict."""
 
     def __init__(
-        self, path: Path, columns: Columns, parse: Callable[[bytes], Any], start: int = 0, stop: int | None = None
+        self, path: Any, columns: Columns, parse: Callable[[bytes], Any], start: int = 0, stop: int | None = None
     ):
         super().__init__(path, columns)
-        self._parse, self._start, self._reader = parse, start, None
+        self._parse, self._start, self._given = parse, start, stop
+        self._reader: Any = None
+        self._copy: Any = None  # of a remote file, held open so that it stays
+        if not isinstance(path, RemoteFile):
+            len(self)  # raises for a damaged file
+        self._reader = None  # each process that reads opens a separate one
+
+    @functools.cached_property
+    def _stop(self) -> int:
         with self._errors():
             count = self._open().num_records()
-        self._stop = count if stop is None else stop
         if not count:
             # The number of records is stored at the end of a file.
             raise UserError(
-                f"{path} is damaged, truncated, or not an ArrayRecord file: no records can be read; "
+                f"{self.path} is damaged, truncated, or not an ArrayRecord file: no records can be read; "
                 "copy it or write it again"
             )
-        if self._stop > count:
-            raise UserError(f"{path} has {count} records, but dataset_info.json lists more; copy or prepare it again")
-        self._reader = None  # each process that reads opens a separate one
+        if self._given is not None and self._given > count:
+            raise UserError(
+                f"{self.path} has {count} records, but dataset_info.json lists more; copy or prepare it again"
+            )
+        return count if self._given is None else self._given
 
     def __len__(self) -> int:
         return self._stop - self._start
@@ -265,6 +325,8 @@ class ArrayRecordPart(FilePart):
                 chunk = self._open().read(list(range(first, min(first + _CHUNK, end))))
             for index, data in enumerate(chunk, first - self._start):
                 yield index + 1, (index + 1) / len(self), self._record(data, index)
+        if self._copy is not None:
+            self._reader = self._copy = None  # so that other copies may take its place
 
     def _record(self, data: bytes, index: int) -> Record:
         return parsed(self._parse, data, self.columns, Place(self.name, self._start + index, "record"))
@@ -273,20 +335,23 @@ class ArrayRecordPart(FilePart):
         if self._reader is None:
             from array_record.python.array_record_module import ArrayRecordReader
 
-            self._reader = ArrayRecordReader(str(self.path), "readahead_buffer_size:0,max_parallelism:0")
+            if isinstance(self.path, RemoteFile):
+                self._copy = self.path.copied()
+            path = self._copy.name if self._copy else str(self.path)
+            self._reader = ArrayRecordReader(path, "readahead_buffer_size:0,max_parallelism:0")
         return self._reader
 
     def _errors(self):
         return damaged_file(self.path, (RuntimeError, ValueError, IndexError, OSError))
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_reader": None}
+        return self.__dict__ | {"_reader": None, "_copy": None}
 
 
 class TfrecordPart(FilePart):
     """A TFRecord file. The lengths and checksums in it are checked."""
 
-    def __init__(self, path: Path, columns: Columns, parse: Callable[[bytes], Any]):
+    def __init__(self, path: Any, columns: Columns, parse: Callable[[bytes], Any]):
         super().__init__(path, columns)
         self._parse = parse
 
@@ -381,7 +446,7 @@ def parsed(parse: Callable[[bytes], Any], data: bytes, columns: Columns, where: 
 class damaged_file:
     """A context that turns `errors` into a UserError that names the file."""
 
-    def __init__(self, path: Path, errors: tuple[type[Exception], ...]):
+    def __init__(self, path: Any, errors: tuple[type[Exception], ...]):
         self._path, self._errors = path, errors
 
     def __enter__(self) -> None:

@@ -1,6 +1,6 @@
 """Finds the documents that the keys of each dataset_type select."""
 
-import glob
+import contextlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +17,7 @@ from trainer.data.cache import Progress, cache_root
 from trainer.data.corpus import Corpus, file_fingerprint
 from trainer.data.example_proto import parse_example
 from trainer.data.filters import Filters, filters_of
+from trainer.data.found import announce_copies, find_files, train_mixture
 from trainer.data.mixture import whole_weights
 from trainer.data.readers import (
     ArrayRecordPart,
@@ -30,6 +31,7 @@ from trainer.data.readers import (
     TfrecordPart,
 )
 from trainer.runtime.folders import check_folder
+from trainer.runtime.remote import each
 
 
 @dataclass(frozen=True)
@@ -73,25 +75,25 @@ def _python() -> str:
 
 
 def _grain(config: Config, say: Progress) -> Source:
-    mixture = parse_mixture(config.grain_train_files, config.grain_train_mixture_config_path)
-    kind = config.grain_file_type
-    train = [_files(pattern, kind, tuple(config.train_data_columns), "grain_train_files") for pattern, _ in mixture]
-    evaluation = [
-        _files(pattern, kind, tuple(config.eval_data_columns), "grain_eval_files")
-        for pattern, _ in (parse_mixture(config.grain_eval_files, "") if config.grain_eval_files else [])
-    ]
-    name = f"{kind} files " + "; ".join(pattern for pattern, _ in mixture)
-    return Source(name, tuple(train), whole_weights([weight for _, weight in mixture]), tuple(evaluation))
+    mixture, kind = train_mixture(config), config.grain_file_type
+    held = parse_mixture(config.grain_eval_files, "") if config.grain_eval_files else []
+    train = {pattern: find_files(config, pattern, "grain_train_files") for pattern, _ in mixture}
+    evaluation = {pattern: find_files(config, pattern, "grain_eval_files") for pattern, _ in held}
+    every = [path for found in (train, evaluation) for paths in found.values() for path in paths]
+    indexed = kind == "arrayrecord"
+    copied = [path for path in every if indexed or path.suffix == ".gz"]
+    announce_copies(config, copied, say, together=indexed and config.data_pipeline == "streaming")
 
+    def corpus(pattern: str, paths: Sequence[Any], columns: Columns) -> Corpus:
+        columns = ("text",) if kind == "text" else columns
+        return _corpus(pattern, each(lambda path: _FORMATS[kind](path, columns), paths), columns)
 
-def _files(pattern: str, kind: str, columns: Columns, key: str) -> Corpus:
-    paths = sorted(path for path in map(Path, glob.glob(str(local_path(pattern)), recursive=True)) if path.is_file())
-    if not paths:
-        folder = local_path(pattern).parent
-        there = f"there is no folder {folder}" if not glob.glob(str(folder)) else f"{folder} has no file of that name"
-        raise UserError(f"{key}: {pattern} matches no file ({there}); a glob is written as /data/*.{kind}")
-    columns = ("text",) if kind == "text" else columns
-    return _corpus(pattern, [_FORMATS[kind](path, columns) for path in paths], columns)
+    return Source(
+        f"{kind} files " + "; ".join(pattern for pattern, _ in mixture),
+        tuple(corpus(pattern, train[pattern], tuple(config.train_data_columns)) for pattern, _ in mixture),
+        whole_weights([weight for _, weight in mixture]),
+        tuple(corpus(pattern, evaluation[pattern], tuple(config.eval_data_columns)) for pattern, _ in held),
+    )
 
 
 def _corpus(name: str, parts: Sequence[Any], columns: Columns, also: str = "") -> Corpus:
@@ -99,7 +101,7 @@ def _corpus(name: str, parts: Sequence[Any], columns: Columns, also: str = "") -
     return Corpus(name, tuple(parts), file_fingerprint(paths, also), columns)
 
 
-_FORMATS: dict[str, Callable[[Path, Columns], FilePart]] = {
+_FORMATS: dict[str, Callable[[Any, Columns], FilePart]] = {
     "arrayrecord": partial(ArrayRecordPart, parse=parse_example),
     "tfrecord": partial(TfrecordPart, parse=parse_example),
     "parquet": ParquetPart,
@@ -220,16 +222,32 @@ def tfds_folder(data_dir: Path, dataset_name: str) -> Path:
 
 
 def _hf(config: Config, say: Progress) -> Source:
-    from trainer.data.hf import hf_corpus
+    from trainer.data.hf import BUILDERS, hf_corpus
 
+    def remote(key: str) -> list[Any]:
+        if "://" in config[key] and config.hf_path not in BUILDERS:
+            raise UserError(
+                f"{key}={config[key]}: URLs are read with hf_path={', '.join(BUILDERS[:-1])} or {BUILDERS[-1]}"
+            )
+        return find_files(config, config[key], key) if "://" in config[key] else []
+
+    # Before `hf_corpus`, which turns requests to the hub off.
+    train_files, eval_files = remote("hf_train_files"), remote("hf_eval_files")
+    announce_copies(config, [*train_files, *eval_files], say, together=True)
     cache = cache_root(config.data_cache_directory) / "huggingface"
     load = partial(hf_corpus, config.hf_path, config.hf_name, config.hf_data_dir, cache, say)
-    train = load(config.hf_train_files, config.train_split, tuple(config.train_data_columns), "train_split")
-    evaluation: tuple[Corpus, ...] = ()
-    if config.hf_eval_files or config.hf_eval_split:
-        split = config.hf_eval_split or "train"  # `datasets` uses this name for files without splits
-        files = config.hf_eval_files or config.hf_train_files
-        evaluation = (load(files, split, tuple(config.eval_data_columns), "hf_eval_split"),)
+    with contextlib.ExitStack() as stack:
+
+        def local(files: list[Any], given: str) -> Any:
+            return [stack.enter_context(file.copied()).name for file in files] or given
+
+        train_from = local(train_files, config.hf_train_files)
+        train = load(train_from, config.train_split, tuple(config.train_data_columns), "train_split")
+        evaluation: tuple[Corpus, ...] = ()
+        if config.hf_eval_files or config.hf_eval_split:
+            split = config.hf_eval_split or "train"  # `datasets` uses this name for files without splits
+            files = local(eval_files, config.hf_eval_files) or train_from
+            evaluation = (load(files, split, tuple(config.eval_data_columns), "hf_eval_split"),)
     return Source(f"Hugging Face dataset {config.hf_path}", (train,), (1,), evaluation)
 
 

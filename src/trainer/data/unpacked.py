@@ -38,11 +38,11 @@ def check_unpacked(path: Path) -> None:
         pass  # the reader reports why it cannot be read
 
 
-def rows_at_once(path: Path, metadata: Any, columns: Sequence[str] | None, most: int) -> int:
+def rows_at_once(path: Any, metadata: Any, columns: Sequence[str] | None, most: int) -> int:
     """Returns how many rows of a Parquet file to read at once: at most `most`; fewer if large values may be repeated.
     `columns`: the top-level columns to read; None: all. Raises UserError: see `check_unpacked`."""
     largest = 1
-    with path.open("rb") as file:
+    with path.open("rb", buffering=0) as file:
         for group in (metadata.row_group(i) for i in range(metadata.num_row_groups)):
             for column in (group.column(i) for i in range(group.num_columns)):
                 if columns is None or column.path_in_schema.partition(".")[0] in columns:
@@ -54,7 +54,7 @@ def rows_at_once(path: Path, metadata: Any, columns: Sequence[str] | None, most:
     return max(1, min(most, TOGETHER_BYTES // largest))
 
 
-def _check(path: Path, packed: int, unpacked: int) -> None:
+def _check(path: Any, packed: int, unpacked: int) -> None:
     if unpacked > UNPACKED_BYTES and unpacked > UNPACKED_RATIO * packed:
         raise UserError(
             f"{path}: {packed:,} bytes of it unpack to {unpacked:,}, more than {UNPACKED_RATIO:,} times as many; store "

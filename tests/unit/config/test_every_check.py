@@ -269,14 +269,16 @@ CASES = {
 }
 # Paths: with a character that no file system takes, and on another machine.
 KINDS = {"dataset": "tfds", "grain": "grain", "hf": "hf"}
-for key in paths_of(Place.LOCAL, Place.GLOBS):
+for key in (*paths_of(Place.LOCAL, Place.DATA), "dataset_path"):
     kind = {"dataset_type": KINDS.get(key.partition("_")[0], "stdlib"), "use_sft": True}
-    CASES[key] = [kind | {key: "s3://b/x"}, {key: "a\0"}]
+    scheme = "az" if key in paths_of(Place.DATA) else "s3"
+    CASES[key] = [kind | {key: f"{scheme}://b/x"}, {key: "a\0"}]
 CASES["grain_eval_files"].insert(0, {"dataset_type": "grain", "grain_eval_files": "a,1"})
 for key in ("lora_restore_path", "compiled_trainstep_file", "compile_report_file", "dump_hlo_local_dir"):
     CASES[key] = [{key: "a\0"}]
 for key in ("dataset_name", "eval_dataset_name", "hf_name", "hf_data_dir"):
     CASES[key] = [{key: "a\0"}]
+CASES["hf_data_dir"].insert(0, {"dataset_type": "hf", "hf_data_dir": "gs://a"})
 
 ROWS = defaultdict(list)
 for row in CHECKS:

@@ -111,6 +111,7 @@ CASES = {
     "dpo_algo=dpo has no odds ratio": {"dpo_algo": "orpo"},
     "rewards are of answers alone": {"use_dpo": True},
     "dataset_type has its own held-out rows": {"dataset_type": "hf"},
+    "no data files are named by URL": {"dataset_type": "grain", "grain_train_files": "gs://a"},
     "nothing is prepared": {"prepared_path": "x"},
     "prepared_path has the data": {"prepared_path": "x"},
     "evaluation has its own documents": {"dataset_type": "grain", "grain_eval_files": "a"},

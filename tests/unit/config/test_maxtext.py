@@ -271,7 +271,7 @@ def test_a_remote_path_without_effect_is_a_warning(word):
     (line,) = load(["dataset_type=synthetic", word]).warnings
     assert "has no effect" in line
     with pytest.raises(NotBuilt):
-        load(["dataset_type=hf", "hf_path=d", "hf_eval_files=gs://x"])
+        load(["dataset_type=hf", "hf_path=d", "hf_eval_files=az://x"])
 
 
 # ---- maxtext.yml

@@ -101,6 +101,7 @@ def test_the_list_is_this_one():
     evaluation |= {"eval_tasks_timeout_seconds", "eval_tasks_allow_code"}
     assert set(AROUND) == around | evaluation | {
         "data_cache_directory",
+        "remote_copies_gib",
         "prepared_path",
         "prepare_part_mib",
         "prepare_workers",

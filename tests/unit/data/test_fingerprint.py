@@ -58,7 +58,7 @@ CHANGES = [
 # takes (which may change on resume). test_megatron.py changes the keys of token files, chat/test_encoder.py those of
 # conversations, test_pairs.py those of pairs.
 ELSEWHERE = re.compile(
-    r"dataset_|eval_|grain_(train|eval)_|grain_file_type|grain_worker_count|hf_|train_split|data_cache_directory|"
+    r"dataset_|eval_|grain_(train|eval)_|grain_file_type|grain_worker_count|hf_|train_split|data_cache_directory|remote_|"
     r"tokenizer_path|tokenize_eval_data|prepared_path|prepare_workers|per_device_batch_size|num_epoch|"
     r"use_sft|use_dpo|dpo_|chat_template|formatting_func_|"
     r"mmap_|reset_attention_mask|eod_mask_loss|packing_max_segments_per_sample"

@@ -3,16 +3,15 @@
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 from trainer.config.capabilities.chat_keys import METHODS, columns_problem, functions_problem
 from trainer.config.capabilities.preference_keys import pair_columns_problem
 from trainer.config.capabilities.token_keys import token_files
-from trainer.config.errors import UserError, shortened
+from trainer.config.errors import Unbuilt, UserError, shortened
 from trainer.config.files import DEFAULT
 from trainer.config.json_files import read_object
-from trainer.config.key_rows import Check, Inert, Place, Problem, Resume, Row, left_out, only_if
+from trainer.config.key_rows import Check, Inert, Place, Problem, Resume, Row, left_out, only_if, refused
 from trainer.config.keys import Config
 from trainer.config.paths import local_path
 from trainer.config.schema import schema
@@ -43,8 +42,9 @@ _TEXT = (
 _WEIGHT = re.compile(r"[0-9./]{1,24}(e[+-]?[0-9]{1,2})?", re.IGNORECASE)
 
 
-def parse_mixture(files: str, config_path: str) -> list[tuple[str, Fraction]]:
-    """Returns the globs and weights of grain_train_files or of the JSON file at `config_path`.
+def parse_mixture(files: str, config_path: Any) -> list[tuple[str, Fraction]]:
+    """Returns the globs and weights of grain_train_files or of the JSON file at `config_path`: a local path as text, or
+    an object with pathlib's `open`.
 
     grain_train_files is `glob`, `glob;glob` or `glob,weight;glob,weight`. The file is
     {name: {"path": glob, "weight": number}}.
@@ -53,7 +53,8 @@ def parse_mixture(files: str, config_path: str) -> list[tuple[str, Fraction]]:
       UserError: the text or the file is malformed.
     """
     if config_path:
-        pairs = _read_mixture(local_path(config_path, "grain_train_mixture_config_path="))
+        local = isinstance(config_path, str)
+        pairs = _read_mixture(local_path(config_path, "grain_train_mixture_config_path=") if local else config_path)
     else:
         parts = [part.strip() for part in files.split(";") if part.strip()]
         weighted = [part.rpartition(",") for part in parts]
@@ -79,7 +80,7 @@ def parse_mixture(files: str, config_path: str) -> list[tuple[str, Fraction]]:
     return result
 
 
-def _read_mixture(path: Path) -> list[tuple[str, str]]:
+def _read_mixture(path: Any) -> list[tuple[str, str]]:
     try:
         return [(str(entry["path"]), str(entry["weight"])) for entry in read_object(path).values()]
     except (ValueError, KeyError, TypeError) as error:
@@ -165,6 +166,8 @@ def _grain_files(config: Config) -> str | None:
         return f"dataset_type=grain needs files, such as grain_train_files={_NEEDED['grain']['grain_train_files']}"
     if config.grain_train_files and config.grain_train_mixture_config_path:
         return "both name the training files; give only one of them"
+    if "://" in config.grain_train_mixture_config_path:
+        return None  # it is read when the data are opened
     try:
         parse_mixture(config.grain_train_files, config.grain_train_mixture_config_path)
     except UserError as error:
@@ -177,6 +180,15 @@ def _grain_eval_files(config: Config) -> str | None:
         braces = ", and braces are not expanded" if "{" in config.grain_eval_files else ""
         return f"evaluation reads all its files once, without weights{braces}; write glob;glob"
     return None
+
+
+def _dataset_path(config: Config) -> str | None:
+    if "://" not in config.dataset_path or config.dataset_type != "tfds":
+        return None
+    return Unbuilt(
+        "remote paths are not supported yet for TFDS; copy the folder to this machine, or read its shards with "
+        "dataset_type=grain, such as grain_train_files=gs://bucket/c4/en/3.0.1/*-train.array_record*"
+    )
 
 
 def _columns(key: str) -> Problem:
@@ -234,15 +246,17 @@ ROWS = (
         ),
         step=False,
     ),
-    Row(("dataset_path", "grain_train_mixture_config_path", "hf_path", "tokenizer_path"), step=False, path=Place.LOCAL),
-    Row(("grain_train_files", "hf_train_files"), step=False, path=Place.GLOBS),
-    Row(("dataset_name", "hf_name", "hf_data_dir"), step=False, path=Place.ANY),  # relative to another path
+    Row(("hf_path", "tokenizer_path"), step=False, path=Place.LOCAL),
+    Row(("grain_train_files", "grain_train_mixture_config_path", "hf_train_files"), step=False, path=Place.DATA),
+    # dataset_path has a check of its scheme; the others are relative to another path.
+    Row(("dataset_path", "dataset_name", "hf_name", "hf_data_dir"), step=False, path=Place.ANY),
     Row(("document_filter",), step=False, code=True),
     Row(tuple(key for key in FILTERS if key != "document_filter"), step=False),
     Row(("eval_split", "eval_data_columns", "tokenize_eval_data", "hf_eval_split"), Resume.AROUND, step=False),
     Row(("data_cache_directory", "prepared_path"), Resume.AROUND, step=False, path=Place.LOCAL),
+    Row(("remote_copies_gib",), Resume.AROUND, step=False),
     Row(("prepare_part_mib", "prepare_workers"), Resume.AROUND, step=False),  # a position identifies its rows
-    Row(("grain_eval_files", "hf_eval_files"), Resume.AROUND, step=False, path=Place.GLOBS),
+    Row(("grain_eval_files", "hf_eval_files"), Resume.AROUND, step=False, path=Place.DATA),
     Row(("eval_dataset_name",), Resume.AROUND, step=False, path=Place.ANY),
     Row(("num_epoch",), Resume.LENGTH, step=False),
 )
@@ -259,6 +273,12 @@ CHECKS: tuple[Check, ...] = (
     (("dataset_type", "hf_path"), _demands("hf", "hf_path")),
     (("dataset_type", "grain_train_files", "grain_train_mixture_config_path"), _grain_files),
     (("grain_eval_files",), _grain_eval_files),
+    (("dataset_path",), _dataset_path),
+    refused(
+        ("hf_data_dir",),
+        lambda c: c.dataset_type == "hf" and "://" in c.hf_data_dir,
+        "remote folders are not supported; set hf_path=json (or csv, ...) and name the files with hf_train_files",
+    ),
     (("train_data_columns", *METHODS), _columns("train_data_columns")),
     (("eval_data_columns", *METHODS), _columns("eval_data_columns")),
     (("tokenizer_type", "tokenizer_path"), _tokenizer_path),
@@ -311,6 +331,13 @@ def data_not_asked_for(
     ]
 
 
+def _remote_files(config: Config) -> bool:
+    if config.dataset_type == "grain":
+        files = (config.grain_train_files, config.grain_eval_files)
+        return bool(config.grain_train_mixture_config_path) or "://" in ";".join(files)
+    return config.dataset_type == "hf" and "://" in f"{config.hf_train_files};{config.hf_eval_files}"
+
+
 def _other_type(kind: str) -> Callable[[Any], bool]:
     return lambda config: config.dataset_type != kind
 
@@ -329,6 +356,7 @@ INERT = (
     Inert(("data_cache_directory",), lambda c: c.prepared_path, "prepared_path has the data"),
     Inert(("data_cache_directory",), lambda c: c.dataset_type == "synthetic", "dataset_type=synthetic stores nothing"),
     *(Inert(keys, _other_type(kind), f"dataset_type is not {kind}") for kind, keys in OWN_KEYS.items()),
+    Inert(("remote_copies_gib",), lambda c: not _remote_files(c), "no data files are named by URL"),
     Inert(("train_split",), lambda c: c.dataset_type not in ("tfds", "hf"), "dataset_type is neither tfds nor hf"),
     Inert(_COLUMNS, lambda c: c.dataset_type in ("stdlib", "synthetic"), "dataset_type has its own files"),
     Inert(

@@ -10,6 +10,7 @@ from trainer.config.keys import Config
 from trainer.config.numbers import around, divisors
 from trainer.config.rules import make_rules
 from trainer.config.sizes import BYTES
+from trainer.config.words import sized
 
 AUTOMATIC = -1
 _SUM_BYTES = 4  # bytes per entry of the head's gradient, which is summed over tiles in float32
@@ -81,14 +82,14 @@ def chosen(asked: Any, config: Config) -> list[str]:
     if tiles == 1:
         within = "" if logits <= waiting else f" up to {_most(logits, waiting)} that divides the tokens"
         return [
-            f"num_vocab_tiling={AUTOMATIC}: 1, no tiles: logits take {_size(logits)} per device, and no number "
+            f"num_vocab_tiling={AUTOMATIC}: 1, no tiles: logits take {sized(logits)} per device, and no number "
             f"of tiles{within} "
-            f"saves more than the {_size(waiting)} that the head's gradient would add"
+            f"saves more than the {sized(waiting)} that the head's gradient would add"
         ]
     tokens = next(iter(_tokens_per_device(config).values())) // tiles
     return [
         f"num_vocab_tiling={AUTOMATIC}: {tiles} tiles of {tokens:,} tokens per device: logits take "
-        f"{_size(logits // tiles)} instead of {_size(logits)}, and the head's gradient {_size(waiting)}; "
+        f"{sized(logits // tiles)} instead of {sized(logits)}, and the head's gradient {sized(waiting)}; "
         "that covers only head and loss: the step's peak may not shrink, compare with trainer.train_compile"
     ]
 
@@ -103,10 +104,6 @@ def _tokens_per_device(values: Any) -> dict[str, int]:
         keys["an evaluation batch"] = "eval_per_device_batch_size"
     devices = math.prod(mesh.values())
     return {what: round(values[key] * devices) // rows * length for what, key in keys.items()}
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"
 
 
 ROWS = (Row(("num_vocab_tiling",), Resume.LAYOUT),)

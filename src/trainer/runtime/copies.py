@@ -1,0 +1,110 @@
+"""A folder of bounded size with copies of remote files. The least recently used copies make room for others."""
+
+import fcntl
+import hashlib
+import io
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.config.errors import UserError
+from trainer.config.words import sized
+from trainer.runtime.lock import lock_file
+from trainer.runtime.storage import remedy
+
+if TYPE_CHECKING:
+    from trainer.runtime.remote import RemoteFile
+
+
+@dataclass(frozen=True)
+class Copies:
+    """The copies in `folder`, of at most `most` bytes in total. Several processes may use it."""
+
+    folder: Path
+    most: int
+
+    def open(self, file: "RemoteFile") -> io.FileIO:
+        """Opens the copy of `file`, and makes it first if necessary. A copy is not removed while it is open.
+
+        Raises UserError if the copy does not fit or cannot be written.
+        """
+        content = file.content or repr((file.address, file.size, *file.marks.items()))
+        path = self.folder / hashlib.sha256(content.encode()).hexdigest()[:16] / file.name
+        if found := _opened(path, file.size):
+            return found
+        self.check(file)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with lock_file(self.folder / ".lock", wait=True):  # type: ignore[union-attr]
+                if found := _opened(path, file.size):
+                    return found
+                self._make_room(file)
+                path.parent.mkdir(exist_ok=True)
+                part = self.folder / ".part"
+                with part.open("wb") as copy:
+                    for block in file.blocks(0, file.size):
+                        copy.write(block)
+                os.utime(part, ns=(time.time_ns(), 0))  # equal for equal copies, because `datasets` reads this time
+                part.replace(path)
+                found = _opened(path, file.size)
+                assert found is not None
+                return found
+        except OSError as error:
+            raise UserError(
+                f"{file} cannot be copied to {self.folder}: {error.strerror or error}; {remedy(error.errno)}, or set "
+                "data_cache_directory"
+            ) from error
+
+    def check(self, file: "RemoteFile") -> None:
+        """Raises UserError if the bound does not allow a copy of `file`, whatever else is there."""
+        if file.size > self.most:
+            raise UserError(
+                f"{file} cannot be read by ranges, and has {sized(file.size)}, but copies of remote files may take "
+                f"{sized(self.most)}; raise remote_copies_gib, or copy the file to this machine"
+            )
+
+    def _make_room(self, file: "RemoteFile") -> None:
+        """Removes the least recently used copies until `file` fits. The caller has the lock."""
+        (self.folder / ".part").unlink(missing_ok=True)  # of a process that was killed
+        sizes = {path: path.stat() for path in self.folder.glob("*/*")}
+        total = sum(stat.st_size for stat in sizes.values())
+        for path in sorted(sizes, key=lambda path: sizes[path].st_atime_ns):
+            if total + file.size <= self.most:
+                return
+            with path.open("rb") as copy:
+                try:
+                    fcntl.flock(copy, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    continue  # somebody reads it
+                path.unlink()
+                path.parent.rmdir()
+            total -= sizes[path].st_size
+        if total + file.size > self.most:
+            raise UserError(
+                f"{file} has {sized(file.size)}, and copies of remote files that are being read take {sized(total)} of "
+                f"the {sized(self.most)} in {self.folder}; raise remote_copies_gib"
+            )
+
+
+class _Copy(io.FileIO):
+    """A file that is closed without a warning when nothing refers to it."""
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _opened(path: Path, size: int) -> io.FileIO | None:
+    """Opens a copy, and keeps others from removing it; None if it is not there."""
+    try:
+        copy = _Copy(str(path))
+    except FileNotFoundError:
+        return None
+    fcntl.flock(copy, fcntl.LOCK_SH)
+    stat = os.fstat(copy.fileno())
+    if not stat.st_nlink or stat.st_size != size:
+        copy.close()
+        return None
+    os.utime(path, ns=(time.time_ns(), stat.st_mtime_ns))
+    return copy

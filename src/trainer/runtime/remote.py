@@ -1,0 +1,247 @@
+"""Data files on other machines: found by pattern, and read by ranges through fsspec, with read-ahead and retries.
+
+A `RemoteFile` has the methods of pathlib.Path that the readers of data use, so that they read both kinds of files.
+"""
+
+import glob
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+from trainer.config.errors import UserError
+from trainer.config.paths import local_path
+from trainer.runtime.attempts import COPY, LISTING, call, is_http, later, patiently, status_of, system_of
+from trainer.runtime.copies import Copies
+
+T = TypeVar("T")
+
+_FIRST, _BLOCK = 1 << 18, 1 << 22  # bytes of the first block of a file, and of the largest; doubled after each
+_BUFFER = 1 << 16  # bytes that are taken from a block at once
+_TOGETHER = 16  # files that are looked up at the same time
+# What distinguishes two contents of a file, by the names that file systems use, the best first. Those before _TIMES
+# are equal only for equal contents.
+_CONTENTS = ("md5Hash", "Content-MD5", "generation", "blob_id", "ETag", "etag")
+_TIMES = ("Last-Modified", "LastModified", "updated", "mtime", "created")
+
+
+@dataclass(frozen=True, order=True)
+class RemoteFile:
+    """A file as it was when it was found. Reading it later raises UserError if it has changed.
+
+    Attributes:
+      url: its address.
+      size: in bytes.
+      marks: what distinguishes this content from others, by the names of the file system.
+      copies: where to keep a copy, for formats that cannot be read by ranges.
+    """
+
+    url: str
+    size: int = field(compare=False)
+    marks: Mapping[str, str] = field(compare=False)
+    copies: Copies = field(compare=False)
+
+    def __str__(self) -> str:
+        return self.url
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return PurePosixPath(self.address).name
+
+    @property
+    def suffix(self) -> str:
+        """The end of the name, from its last dot on."""
+        return PurePosixPath(self.name).suffix
+
+    @property
+    def address(self) -> str:
+        """The URL without its query, which often holds a signature that expires."""
+        return self.url.partition("?")[0] if is_http(self.url) else self.url
+
+    @property
+    def content(self) -> str | None:
+        """A text that differs between contents at this address; None if the file system has none."""
+        found = next((f"{name} {self.marks[name]}" for name in _CONTENTS if name in self.marks), "W/")
+        return None if "W/" in found else f"{self.address}\0{self.size}\0{found}"
+
+    def stat(self) -> Any:
+        """Returns the size as `st_size`."""
+        return SimpleNamespace(st_size=self.size)
+
+    def open(self, mode: str = "rb", buffering: int = -1, stop: int | None = None) -> Any:
+        """Opens the file for reading bytes. Without buffering, each read requests exactly its range. Otherwise the file
+        is read in blocks, one block ahead. Nothing after `stop` is requested ahead."""
+        assert mode == "rb"
+        if not buffering:
+            return _Reader(self, None)
+        return io.BufferedReader(_Reader(self, self.size if stop is None else min(stop, self.size)), _BUFFER)
+
+    def read_bytes(self) -> bytes:
+        """Returns the content."""
+        with self.open(buffering=0) as file:
+            return file.read(self.size)
+
+    def copied(self) -> io.FileIO:
+        """Opens the local copy of the file, which is made if necessary, and not removed while it is open."""
+        return self.copies.open(self)
+
+    def blocks(self, start: int, stop: int) -> Iterator[bytes]:
+        """Yields the bytes [start, stop) in blocks that grow. One block is requested ahead, nothing after `stop`."""
+        size, many = _FIRST if stop - start > _BLOCK else _BLOCK, stop - start > _BLOCK
+        ahead = later(self._fetch, start, min(start + size, stop))
+        while start < stop:
+            data = ahead.result()
+            start, size = start + len(data), min(2 * size, _BLOCK)
+            if start < stop:
+                ahead = later(self._fetch, start, min(start + size, stop))
+            elif many and stop == self.size:
+                self.check()  # a change since the file was opened
+            yield data
+
+    def check(self) -> None:
+        """Raises UserError if the file is not the same as when it was found."""
+        now = _found(self.url, self.copies)
+        name = next((name for name in (*_CONTENTS, *_TIMES) if name in self.marks and name in now.marks), "")
+        changes = [("size", self.size, now.size), (name, self.marks.get(name), now.marks.get(name))]
+        if changed := [f"{what} {before} -> {after}" for what, before, after in changes if before != after]:
+            raise UserError(
+                f"{self.url} changed while it was read: {', '.join(changed)}; put the former file there again, or "
+                "start a new run with the new one"
+            )
+
+    def _fetch(self, start: int, stop: int) -> bytes:
+        """Returns the bytes [start, stop)."""
+        system, path = system_of(self.url)
+        options: dict[str, Any] = {} if system.async_impl else {"cache_type": "none"}
+        if is_http(self.url) and self.content and "ETag" in self.marks:
+            options["headers"] = {"If-Match": self.marks["ETag"]}
+
+        def fetch() -> bytes:
+            try:
+                data = call(system, "cat_file", path, start=start, end=stop, **options)
+            except Exception as error:
+                if status_of(error) in (412, 416):
+                    self.check()
+                    options.pop("headers", None)  # the server compares in another way
+                raise
+            if len(data) > stop - start:
+                raise UserError(f"{self.url}: the server does not answer with ranges of a file; {COPY}")
+            if len(data) < stop - start:
+                self.check()
+                raise ConnectionError(f"answers with {len(data)} of {stop - start} bytes")
+            return data
+
+        return patiently(self.url, fetch)
+
+
+class _Reader(io.RawIOBase):
+    """Reads a remote file from any position; see `RemoteFile.open`. `stop` None: without buffering."""
+
+    def __init__(self, file: RemoteFile, stop: int | None):
+        self._file, self._stop, self._at = file, stop, 0
+        self._blocks: Iterator[bytes] = iter(())
+        self._block, self._end = memoryview(b""), -1  # the rest of a block, and the position of its end in the file
+        self._unchanged: Future[None] | None = later(file.check)  # while the first bytes are requested
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + (0, self._at, self._file.size)[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        stop = min(self._at + len(buffer), self._file.size)
+        if self._at >= stop:
+            return 0
+        data: bytes | memoryview
+        if self._stop is None:
+            data = b"".join(self._file.blocks(self._at, stop))
+        else:
+            data = self._ahead(stop - self._at, self._stop)
+        if self._unchanged is not None:
+            self._unchanged.result()
+            self._unchanged = None
+        memoryview(buffer)[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+    def _ahead(self, most: int, stop: int) -> memoryview:
+        """Returns 1 to `most` bytes at the position, from blocks that continue to `stop`."""
+        if self._at != self._end - len(self._block):
+            self._blocks, self._block, self._end = iter(()), memoryview(b""), self._at
+        if not self._block:
+            block = next(self._blocks, b"")
+            if not block:
+                after = min(self._at + _FIRST, self._file.size)  # one block at a time after `stop`
+                self._blocks = self._file.blocks(self._at, stop if self._at < stop else after)
+                block = next(self._blocks)
+            self._block = memoryview(block)
+            self._end += len(block)
+        data, self._block = self._block[:most], self._block[most:]
+        return data
+
+
+def data_files(pattern: str, copies: Copies) -> list[Any]:
+    """Returns the files that match a glob, sorted: paths on this machine, or `RemoteFile`s if it is a URL.
+
+    Raises UserError if the path is invalid, or the files cannot be looked up.
+    """
+    if "://" not in pattern:
+        paths = map(Path, glob.glob(str(local_path(pattern)), recursive=True))
+        return sorted(path for path in paths if path.is_file())
+    if not glob.has_magic(pattern.replace("?", "") if is_http(pattern) else pattern):
+        return [_found(pattern, copies)]
+    system, path = system_of(pattern)
+    found = patiently(pattern, lambda: call(system, "glob", path, limit=LISTING, detail=True))
+    scheme = pattern.partition("://")[0]
+    urls = {
+        name if "://" in name else f"{scheme}://{name.lstrip('/')}": info
+        for name, info in found.items()
+        if info["type"] == "file"
+    }
+    with ThreadPoolExecutor(_TOGETHER) as pool:
+        return sorted(pool.map(lambda url: _of_info(url, urls[url], copies) or _found(url, copies), urls))
+
+
+def data_file(text: str, copies: Copies) -> Any:
+    """Returns one file: a path on this machine, or a `RemoteFile`, which must exist."""
+    return _found(text, copies) if "://" in text else local_path(text)
+
+
+def each(make: Callable[[Any], T], files: Sequence[Any]) -> list[T]:
+    """Returns `make(file)` for each file, for several remote files at a time."""
+    if not any(isinstance(file, RemoteFile) for file in files):
+        return [make(file) for file in files]
+    with ThreadPoolExecutor(_TOGETHER) as pool:
+        return list(pool.map(make, files))
+
+
+def _found(url: str, copies: Copies) -> RemoteFile:
+    system, path = system_of(url)
+    # The hub's listings are cached by default, and have no marks.
+    fresh = {"refresh": True, "expand_info": True} if url.startswith("hf://") else {}
+    info = patiently(url, lambda: call(system, "info", path, **fresh))
+    if info.get("type") == "directory":
+        raise UserError(f"{url} is a folder; name its files, such as {url.rstrip('/')}/*")
+    if file := _of_info(url, info, copies, marked=False):
+        return file
+    raise UserError(f"{url}: the server does not tell the size of the file; {COPY}")
+
+
+def _of_info(url: str, info: Mapping[str, Any], copies: Copies, marked: bool = True) -> RemoteFile | None:
+    """Returns the file that `info` describes; None without a size, or, with `marked`, without a mark of its content:
+    listings and look-ups write times in different ways."""
+    marks = {name: str(info[name]) for name in (*_CONTENTS, *_TIMES) if info.get(name)}
+    unmarked = marked and marks.keys().isdisjoint(_CONTENTS)
+    return None if info.get("size") is None or unmarked else RemoteFile(url, info["size"], marks, copies)
