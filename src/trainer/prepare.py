@@ -4,10 +4,12 @@ The folder has all that training reads of its data: `trainer.train ... prepared_
 interrupted, the same command continues.
 """
 
+import contextlib
+import dataclasses
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from trainer.config.capabilities.chat_keys import METHODS
@@ -21,6 +23,8 @@ from trainer.config.paths import local_path
 from trainer.config.prepared import CONFIG, DETERMINING, MANIFEST, keys_in
 from trainer.config.words import counted, visible
 from trainer.dpo import DPO
+from trainer.runtime.folders import check_folder, replace_file
+from trainer.runtime.lock import lock
 from trainer.runtime.new_folder import not_a_new_folder
 from trainer.runtime.platforms import leave_out_absent_tpu
 from trainer.sft import SFT
@@ -42,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError("out=FOLDER is missing: the folder to write, for prepared_path=FOLDER of a training command")
     if "://" in outs[-1]:
         raise UserError(f"{_OUT}{shortened(outs[-1])}: only a local folder can be written; copy it afterwards")
-    place = local_path(outs[-1], _OUT)
+    place = local_path(outs[-1], _OUT).absolute()
     loaded, kind = _loaded(words)
     for line in (*loaded.notes, *loaded.warnings):
         _say(line)
@@ -88,19 +92,26 @@ def _loaded(words: Sequence[str]) -> tuple[Loaded, Kind]:
 def _begin(place: Path, config: Config) -> None:
     """Writes the keys into a new folder, or compares them with the keys of a folder that an earlier command began."""
     if (place / CONFIG).is_file():
+        check_folder(place)
         saved = keys_in(place)
-        for name in (*METHODS, *DETERMINING, "tokenizer_path"):
+        for name in (*METHODS, *DETERMINING, "tokenizer_path", "vocab_size"):
             if to_flow(saved[name]) != to_flow(config[name]):
                 raise UserError(
                     f"{place} has data prepared with {name}={shortened(to_flow(saved[name]))}, and this command has "
                     f"{shortened(to_flow(config[name]))}: choose another folder, or remove this one"
                 )
         return
-    if problem := not_a_new_folder(place.absolute()):
+    if problem := not_a_new_folder(place):
         raise UserError(f"{_OUT}{place}: {problem}")
-    try:
+    with _written(place):
         place.mkdir(parents=True, exist_ok=True)
-        (place / CONFIG).write_text(to_yaml(config), encoding="utf-8")
+        replace_file(place / CONFIG, to_yaml(config))
+
+
+@contextlib.contextmanager
+def _written(place: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise UserError(f"{_OUT}{place}: cannot be written: {error.strerror or error}") from error
 
@@ -111,16 +122,23 @@ def _prepare(config: Config, place: Path, kind: Kind, beam: str | None) -> str:
     from trainer.data.opened import open_documents
     from trainer.data.prepared import read_place, write_place
 
-    encoder = kind.encoder() if kind.encoder else text_encoder
-    opened = open_documents(config, place, _say, encoder, beam)
-    prepared = opened.prepare(_say)
-    if (place / MANIFEST).is_file():
-        then, _ = read_place(place)
-        if then.identity != prepared.identity:
-            raise UserError(f"{place} has rows of other documents: the files have changed; choose another folder")
-    write_place(place, prepared, opened.tokenizer, config)
-    for path in [*place.glob("*.lock"), *place.glob("*.tmp")]:
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    with _written(place):
+        held = lock(place)
+    if held is None:
+        raise UserError(f"{_OUT}{place}: another process prepares data in this folder")
+    with held:
+        opened = open_documents(config, place, _say, kind.encoder() if kind.encoder else text_encoder, beam)
+        prepared = opened.prepare(_say)
+        if (place / MANIFEST).is_file():
+            then, _ = read_place(place)
+            if then.identity != prepared.identity:
+                raise UserError(f"{place} has rows of other documents: the files have changed; choose another folder")
+            evaluation = prepared.evaluation or then.evaluation  # eval_interval=-1 prepares none
+            prepared = dataclasses.replace(prepared, evaluation=evaluation)
+        with _written(place):
+            write_place(place, prepared, opened.tokenizer, config)
+            for path in [*place.glob("*-*.lock"), *place.glob("*-*.tmp")]:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
     sizes = " + ".join(counted(one.source.size, "row") for one in prepared.train)
     tokens = sum(one.meta["tokens"] for one in prepared.train)
     held_out = f"; held out {counted(prepared.evaluation.source.size, 'row')}" if prepared.evaluation else ""

@@ -32,6 +32,10 @@ def run(words: Sequence[str], kind: Kind, show: Callable[[Config, int, Callable[
         return
     begun = begin(words, os.environ, kind.defaults)
     kind.check(begun.config)
+    if begun.config.prepared_path:
+        raise UserError(
+            f"{SHOW}: with prepared_path, python -m trainer.inspect {begun.config.prepared_path} row=0 shows a row"
+        )
     if begun.path:
         from trainer.weights.model_of_command import with_model
 

@@ -78,7 +78,7 @@ def test_a_process_that_dies_repeats_no_finished_part(tmp_path: Path, victim: st
     names = {path.name: (path / "rows.npy").stat().st_mtime_ns for path in finished(tmp_path / "place")}
     assert all(names[path.name] == then for path, then in kept.items())
     assert json.loads((train / "meta.json").read_text())["documents"] == 3000
-    assert not [*(tmp_path / "place").glob("*.tmp"), *(tmp_path / "place").glob("*.lock")]
+    assert not [*(tmp_path / "place").glob("*-*.tmp"), *(tmp_path / "place").glob("*-*.lock")]
 
 
 def test_a_run_goes_on_with_the_prepared_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -98,8 +98,11 @@ def test_a_run_goes_on_with_the_prepared_folder(tmp_path: Path, monkeypatch: pyt
     )
     assert command(shared | {"steps": 2, "learning_rate_schedule_steps": 4}, "run_name=part")[0] == 0
     (tmp_path / "a").rename(tmp_path / "away")
-    keys = {name: value for name, value in shared.items() if name not in data} | {"prepared_path": "place"}
-    code, output = command(keys | {"steps": 4, "learning_rate_schedule_steps": 4}, "run_name=part")
+    keys = {name: value for name, value in shared.items() if name not in data} | {"learning_rate_schedule_steps": 4}
+    code, output = command(keys | {"prepared_path": "place", "steps": 3}, "run_name=part")
+    assert code == 0, output
+    (tmp_path / "place").rename(tmp_path / "moved")
+    code, output = command(keys | {"prepared_path": "moved", "steps": 4}, "run_name=part")
     assert code == 0, output
     losses = []
     for name in ("whole", "part"):

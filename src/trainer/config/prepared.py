@@ -22,7 +22,7 @@ _KEYS = (
     *("dataset_type", "train_split", "train_data_columns", "eval_data_columns", "tokenize_train_data"),
     *("tokenize_eval_data", "held_out_share", "tokenizer_type", "add_bos", "add_eos", "packing", "grain_packing_type"),
     *("max_segments_per_seq", "use_truncation", "max_target_length", "sft_train_on_completion_only", "batch_invariant"),
-    "prepare_part_mib",
+    *("prepare_part_mib", "dpo_max_prompt_length"),
 )
 _TEMPLATES = ("chat_template", "chat_template_path", "formatting_func_path", "formatting_func_kwargs")
 # All keys that determine the rows. Training needs the first ones, and the template, which is in the tokenizer's files.
@@ -54,10 +54,8 @@ def of_prepared(
                 f"{shortened(to_flow(saved[name]))}; leave it out, or prepare the data again"
             )
     settings = {name: Setting(saved[name], where) for name in _KEYS}
-    if saved["tokenizer_type"] != "bytes":
-        path = saved["tokenizer_path"]
-        there = not path or local_path(path).exists()
-        settings["tokenizer_path"] = Setting(path if there else str(local_path(place) / TOKENIZER), where)
+    if (local_path(place) / TOKENIZER).is_dir() and saved["tokenizer_type"] != "bytes":
+        settings["tokenizer_path"] = Setting(str(local_path(place) / TOKENIZER), where)
     return settings, mistakes
 
 

@@ -11,6 +11,7 @@ from trainer.config.dump import to_flow
 from trainer.config.errors import UserError
 from trainer.config.key_rows import Resume
 from trainer.config.keys import Config
+from trainer.config.prepared import DETERMINING
 from trainer.config.resolve import frozen
 from trainer.config.schema import schema
 
@@ -44,6 +45,8 @@ def check_resume(saved: Mapping[str, Any], config: Config, schedule_given: bool,
         allowed = allowed.union(["attention"])  # few kernels support each strategy
     if not has_dropout(before) and not has_dropout(config):
         allowed = allowed.union(["enable_dropout"])
+    if config.prepared_path or before.prepared_path:
+        allowed = allowed.union(DETERMINING, ["tokenizer_path"])  # the position in the data identifies the rows
     if config.use_grpo:
         allowed = allowed.difference(DRAWN)
     wrong = [_change(before, config, name) for name in differing if name not in allowed]

@@ -26,7 +26,11 @@ def run(task: Task, parts: Sequence[int], options: str, folder: Path) -> None:
     except ImportError as error:
         raise UserError("beam= needs Apache Beam: pip install 'trainer[beam]'") from error
     (folder / _ERROR).unlink(missing_ok=True)
-    with apache_beam.Pipeline(options=PipelineOptions(shlex.split(options))) as pipeline:
+    try:
+        created = apache_beam.Pipeline(options=PipelineOptions(shlex.split(options)))
+    except ValueError as error:
+        raise UserError(f"beam={options}: {error}") from error
+    with created as pipeline:
         numbers = pipeline | apache_beam.Create(parts) | apache_beam.Reshuffle()
         _ = numbers | "prepare a part" >> apache_beam.Map(functools.partial(_call, task, folder))
     if (folder / _ERROR).exists():

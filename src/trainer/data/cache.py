@@ -3,12 +3,13 @@
 import contextlib
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from trainer.config.errors import UserError
+from trainer.config.errors import UserError, shortened
 from trainer.config.json_files import parsed
 from trainer.config.paths import local_path
 from trainer.runtime.lock import lock_file
@@ -16,6 +17,7 @@ from trainer.runtime.storage import user_cache
 
 Progress = Callable[[str], None]
 META = "meta.json"
+BEGUN_BY = "TRAINER_PREPARES"  # an environment variable of the processes that prepare
 HASHED = 1 << 30  # bytes; only folders up to this size are verified by reading them
 
 
@@ -36,6 +38,11 @@ def ensure(
     interrupted. Raises UserError if the files cannot be written.
     """
     temporary = folder.with_name(folder.name + ".tmp")
+    if BEGUN_BY in os.environ:  # the process that started this one waits for it and has the lock
+        raise UserError(
+            "a process that prepares data runs the program again, because the program lacks the guard "
+            '`if __name__ == "__main__":`; add it, or set prepare_workers=1'
+        )
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _locked(folder.with_name(folder.name + ".lock"), progress):
@@ -49,7 +56,7 @@ def ensure(
                 commit(temporary, folder, build(temporary))
             except BaseException as error:
                 # After a UserError the user changes the data or the keys, so that no run continues from this folder.
-                if not continues or (isinstance(error, UserError | OSError) and not isinstance(error, Unfinished)):
+                if not continues or (isinstance(error, UserError) and not isinstance(error, Unfinished)):
                     shutil.rmtree(temporary, ignore_errors=True)
                 raise
     except OSError as error:
@@ -66,16 +73,20 @@ def commit(temporary: Path, folder: Path, meta: dict[str, Any]) -> None:
     temporary.rename(folder)
 
 
-def read_meta(folder: Path) -> dict[str, Any]:
+def read_meta(folder: Path, *, verify: bool = True) -> dict[str, Any]:
     """Returns the dict that `build` returned, after verifying every file of `folder`. Raises UserError if one changed.
 
     In folders larger than 1 GiB, only the sizes of files are verified.
     """
     try:
         meta = parsed((folder / META).read_text(encoding="utf-8"))
-        files = dict(meta["files"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        files = {str(name): described for name, described in meta["files"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise damaged(folder, META, f"cannot be read ({type(error).__name__}: {error})") from error
+    if not verify:
+        return meta
+    if outside := [name for name in files if name.startswith("/") or ".." in name.split("/")]:
+        raise damaged(folder, META, f"names a file outside of the folder ({shortened(outside[0])})")
     for name in files:
         if not (folder / name).is_file():
             raise damaged(folder, name, "cannot be read (it is gone)")

@@ -84,22 +84,16 @@ class Corpus:
                     yield found
             before += piece.weight
 
-    def pieces(self, size: int) -> list[list["Piece"]]:
-        """Returns all pieces of the corpus, in order, in groups of about `size` bytes; one group if `size` is 0. A part
-        that cannot be cut is one piece, so its group may be larger."""
-        groups: list[list[Piece]] = [[]]
-        total = 0.0
+    def pieces(self, size: int) -> Iterator["Piece"]:
+        """Yields all pieces of the corpus in order: parts, cut into pieces of about `size` bytes if they are larger and
+        can be cut. `size` 0: whole parts."""
         for i, part in enumerate(self.parts):
-            count = round(part.size / size) if size else 1
+            weight = max(1, part.size)
+            count = round(weight / size) if size else 1
             edges = [0, *(part.cuts(count) if count > 1 else ()), None]
+            share = 1 / (len(edges) - 1)
             for j, (start, stop) in enumerate(itertools.pairwise(edges)):
-                weight = part.size / (len(edges) - 1)
-                if size and groups[-1] and total + weight > size:
-                    groups.append([])
-                    total = 0.0
-                groups[-1].append(Piece(i, weight, start or 0, stop, j / (len(edges) - 1), 1 / (len(edges) - 1)))
-                total += weight
-        return groups
+                yield Piece(i, weight * share, start or 0, stop, j * share, share)
 
     @property
     def label(self) -> str:

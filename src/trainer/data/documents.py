@@ -13,7 +13,7 @@ from trainer.data.text import canonical, decoded, encoding_hint, mended
 from trainer.data.tokenizer import Tokenizer
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """The location of a record, printable with `str`: a file or table, and the record's number there.
 
     `unit` is the noun before the number; "": the file is the record.
@@ -28,7 +28,7 @@ class Place(NamedTuple):
 
 
 class Record(NamedTuple):
-    """A record of a source: its location, a `Place` or similar, and the values of its columns: text, bytes or ids."""
+    """A record of a source: its location, a `Location` or similar, and the values of its columns: text, bytes or ids."""
 
     where: Any
     values: tuple[Any, ...]

@@ -4,10 +4,13 @@ Each part gets the sorted 128-bit hashes of its records. Then all parts are merg
 equal records the first in the order of parts survives, whichever process read it.
 """
 
+import contextlib
 import hashlib
 import itertools
 import os
 import platform
+import shutil
+import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -17,20 +20,24 @@ from trainer.data.documents import Record
 
 MEMORY = 1 << 28  # bytes of hashes that are merged at once; sorting needs about four times as much
 _HASHES, _DROPPED = "hashes-{:05}", "dropped-{:05}.npy"
+_RUN = 1 << 20  # records of a run
+_HASH = struct.Struct("<QQ")
 _DTYPE = np.dtype([("high", "<u8"), ("low", "<u8"), ("index", "<u4")])
 
 
 def write_hashes(folder: Path, part: int, records: Iterable[Record]) -> None:
-    """Writes the hashes of a part's records, sorted, and their order in the part."""
-    found = bytearray()
-    for record in records:
-        found += hashlib.sha256(record.key()).digest()[:16]
-    hashes = np.frombuffer(bytes(found), "<u8").reshape(-1, 2)
-    table = np.empty(len(hashes), _DTYPE)
-    table["high"], table["low"], table["index"] = hashes[:, 0], hashes[:, 1], np.arange(len(hashes))
+    """Writes the hashes of a part's records with their numbers in the part, as sorted runs of bounded size."""
     partial = folder / f"{part}.{platform.node()}-{os.getpid()}.tmp"
-    np.sort(table, order=["high", "low", "index"]).tofile(partial)
-    partial.rename(folder / _HASHES.format(part))
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    digests = enumerate(hashlib.sha256(record.key()).digest() for record in records)
+    for run in itertools.count():
+        lines = [(*_HASH.unpack_from(digest), index) for index, digest in itertools.islice(digests, _RUN)]
+        if not lines:
+            break
+        np.sort(np.array(lines, _DTYPE), order=["high", "low", "index"]).tofile(partial / f"{run:05}")
+    with contextlib.suppress(OSError):  # another process was first
+        partial.rename(folder / _HASHES.format(part))
 
 
 def has_hashes(folder: Path, part: int) -> bool:
@@ -39,29 +46,31 @@ def has_hashes(folder: Path, part: int) -> bool:
 
 
 def merge(folder: Path, parts: int) -> None:
-    """Writes for each part the indices of records that are equal to an earlier one."""
-    paths = [folder / _HASHES.format(part) for part in range(parts)]
-    # An empty file cannot be memory-mapped.
-    tables = [np.memmap(path, _DTYPE, "r") if path.stat().st_size else np.zeros(0, _DTYPE) for path in paths]
-    dropped: list[list[np.ndarray]] = [[] for _ in tables]
-    count = max(1, -(-sum(table.nbytes for table in tables) // MEMORY))
+    """Writes for each part the numbers of records that are equal to an earlier one."""
+    runs = [(part, path) for part in range(parts) for path in sorted((folder / _HASHES.format(part)).iterdir())]
+    dropped: list[list[np.ndarray]] = [[] for _ in range(parts)]
+    count = max(1, -(-sum(path.stat().st_size for _, path in runs) // MEMORY))
     bounds: list[np.uint64 | None] = [np.uint64((i << 64) // count) for i in range(count)]
     for first, last in itertools.pairwise([*bounds, None]):
-        pieces = [_between(table, first, last) for table in tables]
-        part = np.repeat(np.arange(parts, dtype=np.uint32), [len(piece) for piece in pieces])
-        every = np.concatenate(pieces)
+        pieces = [_between(path, first, last) for _, path in runs]
+        every = np.concatenate([np.zeros(0, _DTYPE), *pieces])
+        part = np.repeat(np.array([part for part, _ in runs], np.uint32), [len(piece) for piece in pieces])
         order = np.lexsort((every["index"], part, every["low"], every["high"]))
         every, part = every[order], part[order]
         again = np.zeros(len(every), bool)
         again[1:] = (every["high"][1:] == every["high"][:-1]) & (every["low"][1:] == every["low"][:-1])
-        for i in np.unique(part[again]).tolist():
-            dropped[i].append(every["index"][again & (part == i)])
-    for i, found in enumerate(dropped):
-        np.save(folder / _DROPPED.format(i), np.sort(np.concatenate([np.zeros(0, np.uint32), *found])))
+        found, part = every["index"][again], part[again]
+        order = np.argsort(part, kind="stable")
+        edges = np.searchsorted(part[order], np.arange(1, parts))
+        for numbers, more in zip(dropped, np.split(found[order], edges), strict=True):
+            numbers.append(more)
+    for i, numbers in enumerate(dropped):
+        np.save(folder / _DROPPED.format(i), np.sort(np.concatenate(numbers)))
 
 
-def _between(table: np.ndarray, first: np.uint64 | None, last: np.uint64 | None) -> np.ndarray:
-    """Returns the lines of a sorted table with first <= high < last; None: to the end."""
+def _between(path: Path, first: np.uint64 | None, last: np.uint64 | None) -> np.ndarray:
+    """Returns the lines of a sorted run with first <= high < last; None: no bound."""
+    table = np.memmap(path, _DTYPE, "r")
     start = 0 if first is None else np.searchsorted(table["high"], first)
     return np.array(table[start : len(table) if last is None else np.searchsorted(table["high"], last)])
 

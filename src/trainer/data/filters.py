@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 from trainer.config.errors import UserError
 from trainer.config.keys import Config
 from trainer.data.documents import Counts, Record
@@ -79,9 +81,9 @@ class Filters:
             found = function(dict(texts))
         except Exception as error:  # a user's function can raise any exception
             raise UserError(f"{where} failed: {failure(error)}") from error
-        if found is None or found is False:
+        if found is None or (isinstance(found, bool | np.bool_) and not found):
             return None
-        found = texts if found is True else found
+        found = texts if isinstance(found, bool | np.bool_) else found
         if not isinstance(found, Mapping) or not {*columns} <= found.keys():
             raise UserError(
                 f"{where} returned {type(found).__name__}, not True, False, None or a dict with {', '.join(columns)}"
@@ -109,6 +111,8 @@ def _drop(record: Record, counts: Counts, why: str) -> None:
 
 def _of_text(value: Any, change: Callable[[str], str]) -> Any:
     """Returns a value with `change` applied to every text in it. Bytes become text if they are UTF-8."""
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
     if isinstance(value, bytes):
         try:
             value = decoded(value)[0]
@@ -123,6 +127,8 @@ def _of_text(value: Any, change: Callable[[str], str]) -> Any:
 
 def _length(value: Any) -> int:
     """Returns the number of characters of all text in a value, and of numbers in lists."""
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
     if isinstance(value, str):
         return len(value)
     if isinstance(value, bytes):
@@ -131,4 +137,4 @@ def _length(value: Any) -> int:
         return sum(map(_length, value.values()))
     if isinstance(value, list | tuple):
         return sum(map(_length, value))
-    return value.size if hasattr(value, "size") else int(isinstance(value, int))
+    return int(isinstance(value, int))

@@ -110,9 +110,18 @@ def total(written: Sequence[Written], noun: str) -> tuple[Totals, Counts]:
 
 
 def parts_of(corpora: Sequence[Corpus], size: int) -> list[Part]:
-    """Returns the parts of some corpora, each of about `size` bytes; one part if `size` is 0."""
-    groups = [[(i, piece) for piece in group] for i, corpus in enumerate(corpora) for group in corpus.pieces(size)]
-    return [*groups] if size else [[*itertools.chain.from_iterable(groups)]]
+    """Returns the parts of some corpora: consecutive pieces of together about `size` bytes; one part if `size` is 0. A
+    piece that cannot be cut is not shared by two parts, so its part may be larger."""
+    parts: list[list[tuple[int, Piece]]] = [[]]
+    total = 0.0
+    for i, corpus in enumerate(corpora):
+        for piece in corpus.pieces(size):
+            if size and parts[-1] and total + piece.weight > size:
+                parts.append([])
+                total = 0.0
+            parts[-1].append((i, piece))
+            total += piece.weight
+    return [*parts]
 
 
 def records_of(
@@ -135,11 +144,13 @@ def documents_of(
     """Yields the documents of a part, by default of all corpora, in order, each with the place of its record. Encodes
     one chunk at a time. `track` gets the share read so far; `kept` returns the records to encode."""
     (part,) = [part] if part is not None else parts_of(corpora, 0)
-    records = kept(records_of(corpora, part, counts, track))
+    read = [0.0]
+    records = kept(records_of(corpora, part, counts, lambda share: read.__setitem__(0, share)))
     while chunk := list(itertools.islice(records, _CHUNK)):
         for record, document in zip(chunk, encoder.encode(chunk, counts), strict=True):
             if document is not None:
                 yield record.where, document
+        track(*read)
 
 
 def write_parts(work: Work, cut: Cut, label: str, say: Callable[[str], None]) -> list[Written]:
@@ -164,7 +175,7 @@ def write_parts(work: Work, cut: Cut, label: str, say: Callable[[str], None]) ->
         else:
             done = [i for i in every if _is_finished(work.place(i))]
             _each(_commit, work, done, cut, bar)
-            written = [Written.read(cache.read_meta(work.place(i))) for i in every]
+            written = [Written.read(cache.read_meta(work.place(i), verify=False)) for i in every]
             for leftover in work.folder.glob("part-*.tmp"):
                 shutil.rmtree(leftover)
     shutil.rmtree(work.duplicates, ignore_errors=True)
@@ -180,17 +191,17 @@ def _each(task: Task, work: Work, done: Sequence[int], cut: Cut, bar: Bar) -> No
     sizes /= sizes.sum()
     shares = np.zeros(len(sizes))
     shares[[*done]] = 1.0
-    left = [i for i in range(len(sizes)) if i not in {*done}]
+    left = sorted({*range(len(sizes))} - {*done})
     bar.start(float(shares @ sizes))
 
     def progress(i: int, share: float) -> None:
         shares[i] = share
         bar(float(shares @ sizes))
 
-    count, called = min(cut.workers or os.cpu_count() or 1, len(left)), functools.partial(task, work)
+    called, count = functools.partial(task, work), min(cut.workers or workers.cores(), len(left))
     if cut.beam is not None and left:
         beam.run(functools.partial(_without_progress, called), left, cut.beam, work.folder)
-    elif count > 1:
+    elif count > 1 and workers.possible():
         workers.run(called, left, count, progress)
     else:
         for i in left:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 from trainer.config.capabilities.chat_keys import METHODS
 from trainer.config.capabilities.token_keys import token_files
 from trainer.config.errors import UserError
+from trainer.config.json_files import Field, field_problems
 from trainer.config.keys import Config
 from trainer.config.words import counted
 from trainer.data import cache
@@ -26,6 +28,9 @@ from trainer.data.tokenizer import MIN_VOCAB_SIZE, Tokenizer, train_bpe
 from trainer.data.tokenizer_files import load_tokenizer
 
 FORMAT = 3  # incremented if the rows of equal documents change, so that older folders and positions are refused
+# What META has to contain, and what it contains if there are several parts.
+_COUNTS = {"rows": Field(int, 1, 1 << 62), "tokens": Field(int, 0, 1 << 62), "documents": Field(int, 0, 1 << 62)}
+_PARTS = {"parts": Field(int, 2), "stored": Field(list)}
 BPE_BYTES = 64 << 20  # the maximum bytes of text for training a BPE
 
 
@@ -140,12 +145,19 @@ def read_rows(folder: Path, limit: int = 1 << 31) -> Rows:
     """Returns the rows in a folder that `open_rows` made. `limit`: the upper bound (exclusive) of their ids. Raises
     UserError if the folder is damaged."""
     meta = cache.read_meta(folder)
-    try:
-        stored = [(folder / Path(name).name, int(count)) for name, count in meta.get("stored", [("", meta["rows"])])]
-        meta["tokens"], meta["documents"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise cache.damaged(folder, cache.META, f"lacks an entry ({error})") from error
+    problems = [f"lacks an entry ({name!r})" for name in _COUNTS if name not in meta]
+    problems = problems or field_problems(meta, _COUNTS | _PARTS)
+    stored = meta.get("stored", []) if not problems else []
+    if not all(isinstance(one, list) and len(one) == 2 and _is_part(*one) for one in stored):
+        problems.append("names no folders of parts")
+    if problems:
+        raise cache.damaged(folder, cache.META, problems[0])
+    stored = [(folder / name, rows) for name, rows in stored] or [(folder, meta["rows"])]
     return Rows(folder, meta, StoredRows(stored, limit))
+
+
+def _is_part(name: Any, rows: Any) -> bool:
+    return isinstance(name, str) and re.fullmatch(r"part-\d+", name) is not None and type(rows) is int and rows > 0
 
 
 def _build(work: Work, cut: Cut, say: Progress) -> dict[str, Any]:

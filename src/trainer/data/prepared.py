@@ -13,14 +13,14 @@ from typing import Any
 
 from trainer.config.dump import to_yaml
 from trainer.config.errors import UserError, shortened
-from trainer.config.json_files import Field, field_problems, read_object
+from trainer.config.json_files import Field, field_problems, read_object, shown
 from trainer.config.keys import Config
 from trainer.config.paths import local_path
 from trainer.config.prepared import CONFIG, MANIFEST, TOKENIZER
 from trainer.data.prepare import Rows, read_rows
 from trainer.data.tokenizer import Tokenizer
 from trainer.data.tokenizer_files import load_tokenizer
-from trainer.runtime.folders import check_folder
+from trainer.runtime.folders import check_folder, replace_file
 
 FORMAT = 1
 
@@ -57,8 +57,8 @@ def write_place(place: Path, prepared: Prepared, tokenizer: Tokenizer | None, co
     for name, data in (tokenizer.saved_files() if tokenizer else {}).items():
         file = place / TOKENIZER / name
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(data)
-    (place / CONFIG).write_text(to_yaml(config), encoding="utf-8")
+        replace_file(file, data)
+    replace_file(place / CONFIG, to_yaml(config))
     manifest = {
         "format": FORMAT,
         "name": prepared.name,
@@ -71,9 +71,7 @@ def write_place(place: Path, prepared: Prepared, tokenizer: Tokenizer | None, co
         "tokenizer": tokenizer is not None,
         "identity": prepared.identity,
     }
-    partial = place / f"{MANIFEST}.tmp"
-    partial.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-    partial.rename(place / MANIFEST)
+    replace_file(place / MANIFEST, json.dumps(manifest, indent=1) + "\n")
 
 
 _FIELDS = {
@@ -100,14 +98,23 @@ def read_place(place: Path) -> tuple[Prepared, bool]:
     found = read_object(place / MANIFEST)
     problems = [f"{name} is missing" for name in _FIELDS if name not in found] or field_problems(found, _FIELDS)
     names = [*found.get("train", ()), *filter(None, [found.get("evaluation")])] if not problems else []
-    problems += [f"{shortened(name)} is not a name" for name in names if Path(name).name != name]
+    problems += [
+        f"{shortened(name)!r} is not a name" for name in names if Path(name).name != name or name in ("", "..")
+    ]
     if not problems and not 0 < len(found["train"]) == len(found["weights"]) == len(found["labels"]):
         problems.append("train, weights and labels differ in length")
+    if not problems and min(found["weights"]) < 1:
+        problems.append("weights must be positive")
     if problems:
         raise UserError(f"{place / MANIFEST} is damaged: {'; '.join(problems)}; prepare the data again")
     limit = found["limit"]
     train = [read_rows(place / name, limit) for name in found["train"]]
     evaluation = read_rows(place / found["evaluation"], limit) if found["evaluation"] else None
+    length = found["identity"].get("length")
+    if any(rows.source.length != length for rows in [*train, *([evaluation] if evaluation else [])]):
+        raise UserError(
+            f"{place / MANIFEST} is damaged: its rows do not have {shown(length)} tokens; prepare the data again"
+        )
     own = (found["name"], found["labels"], found["weights"], train, evaluation, found["noun"], limit, found["identity"])
     return Prepared(*own), found["tokenizer"]
 
@@ -125,6 +132,11 @@ def open_place(config: Config) -> tuple[Prepared, Tokenizer | None]:
             f"vocab_size={config.vocab_size}, but prepared_path={place} has ids up to {prepared.limit - 1}: set "
             f"vocab_size={prepared.limit} or more"
         )
+    if prepared.train[0].source.length != config.max_target_length:
+        raise UserError(
+            f"{place / CONFIG} is damaged: it has max_target_length={config.max_target_length}, but the rows have "
+            f"{prepared.train[0].source.length} tokens; prepare the data again"
+        )
     if config.eval_interval > 0 and prepared.evaluation is None:
         raise UserError(
             f"eval_interval={config.eval_interval}, but prepared_path={place} has nothing to evaluate on: set "
@@ -133,11 +145,13 @@ def open_place(config: Config) -> tuple[Prepared, Tokenizer | None]:
     if not has_tokenizer:
         return prepared, None
     tokenizer = tokenizer_of(place, prepared, config)
-    given = config.tokenizer_path
-    if given and local_path(given).exists() and config.tokenizer_type != "bytes":
-        other = load_tokenizer(given, config.tokenizer_type, add_bos=config.add_bos, add_eos=config.add_eos)
+    if config.tokenizer_type != "bytes" and config.tokenizer_path != str(place / TOKENIZER):
+        settings = {"add_bos": config.add_bos, "add_eos": config.add_eos}
+        other = load_tokenizer(config.tokenizer_path, config.tokenizer_type, **settings)
         if other.fingerprint != tokenizer.fingerprint:
-            raise UserError(f"tokenizer_path={given} is not the tokenizer of prepared_path={place}; leave it out")
+            raise UserError(
+                f"tokenizer_path={config.tokenizer_path} is not the tokenizer of prepared_path={place}; leave it out"
+            )
     return prepared, tokenizer
 
 

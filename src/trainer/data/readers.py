@@ -23,7 +23,7 @@ import numpy as np
 from trainer.config.errors import UserError, shortened
 from trainer.config.limits import FILE_BYTES, TEXT_BYTES, UNPACKED_BYTES, UNPACKED_RATIO
 from trainer.data.arrow import restored, restored_columns, rows_of
-from trainer.data.documents import Place, Record
+from trainer.data.documents import Location, Record
 from trainer.data.text import GZIP, encoding_hint
 from trainer.data.unpacked import rows_at_once
 from trainer.runtime.attempts import later
@@ -133,22 +133,24 @@ class TextPart(FilePart):
         if cursor == 0:
             content = self._expected.result() if self._expected else self.path.read_bytes()
             self._expected = None
-            yield 1, 1.0, Record(Place(self.name), (content.removeprefix(codecs.BOM_UTF8),))
+            yield 1, 1.0, Record(Location(self.name), (content.removeprefix(codecs.BOM_UTF8),))
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_expected": None}
 
 
-class Line(Place):
+class Line(Location):
     """The line of a file that begins at a byte offset, `number`. The line's number is computed only for messages."""
 
     def __str__(self) -> str:
+        if not Path(self.name).is_file():  # it was removed after the line was read, or is remote
+            return super().__str__()
         try:
             with opened(Path(self.name)) as file:
                 number, left = 1, self.number
                 while left > 0 and (block := file.read(min(left, 1 << 20))):
                     number, left = number + block.count(b"\n"), left - len(block)
-        except OSError:  # the file was removed after the line was read, or is remote
+        except (OSError, EOFError, zlib.error):
             return super().__str__()
         return f"{self.name}, line {number}"
 
@@ -229,6 +231,8 @@ class ParquetPart(FilePart):
 
     def cuts(self, count: int) -> list[int]:
         ends, sizes = np.cumsum(self._groups), np.cumsum(self._sizes)
+        if not self._groups:
+            return []
         wanted = [sizes[-1] * i // count for i in range(1, count)]
         return sorted({int(end) for end in ends[np.searchsorted(sizes, wanted)]} - {0, self._rows})
 
@@ -260,7 +264,7 @@ class ParquetPart(FilePart):
                 for values in rows_of(batch) if at + len(batch) > cursor else [None] * len(batch):
                     at += 1
                     if at > cursor:
-                        yield at, at / self._rows, self.pick(values, Place(self.name, at, "row"))
+                        yield at, at / self._rows, self.pick(values, Location(self.name, at, "row"))
         if isinstance(self.path, RemoteFile):
             self.path.check()
 
@@ -307,6 +311,13 @@ class ArrayRecordPart(FilePart):
             )
         return count if self._given is None else self._given
 
+    @property
+    def size(self) -> int:
+        if not self._start and self._given is None:
+            return self.weight
+        with self._errors():
+            return self.weight * len(self) // self._open().num_records()
+
     def __len__(self) -> int:
         return self._stop - self._start
 
@@ -329,7 +340,7 @@ class ArrayRecordPart(FilePart):
             self._reader = self._copy = None  # so that other copies may take its place
 
     def _record(self, data: bytes, index: int) -> Record:
-        return parsed(self._parse, data, self.columns, Place(self.name, self._start + index, "record"))
+        return parsed(self._parse, data, self.columns, Location(self.name, self._start + index, "record"))
 
     def _open(self) -> Any:
         if self._reader is None:
@@ -372,7 +383,7 @@ class TfrecordPart(FilePart):
                         f"{self.path}: the record at byte {start} does not match its checksum, so the file is damaged; "
                         "copy it or write it again"
                     )
-                record = parsed(self._parse, data, self.columns, Place(self.name, start, "record at byte"))
+                record = parsed(self._parse, data, self.columns, Location(self.name, start, "record at byte"))
                 yield cursor, cursor / self.weight, record
 
 
@@ -395,7 +406,7 @@ class TablePart:
         return len(self._table)
 
     def __getitem__(self, index: int) -> Record:
-        where = Place(self.name, index, "row")
+        where = Location(self.name, index, "row")
         try:
             values = restored(self._table[int(index)], self._restored)
         except UnicodeDecodeError:
@@ -434,7 +445,7 @@ def pick(values: Any, columns: Columns, where: Any) -> Record:
     return record
 
 
-def parsed(parse: Callable[[bytes], Any], data: bytes, columns: Columns, where: Place) -> Record:
+def parsed(parse: Callable[[bytes], Any], data: bytes, columns: Columns, where: Location) -> Record:
     """Returns `pick` of the result of `parse(data)`."""
     try:
         values = parse(data)

@@ -5,6 +5,7 @@ rows.npy [rows, fields, length], and their checksums crc32.npy [rows]. Where eac
 file or table, the number of the record there, and `start` and `after` of its `packing.Origin`.
 """
 
+import functools
 import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -18,8 +19,9 @@ from trainer.data.packing import Origin, Packed
 
 FILE, SUMS = "rows.npy", "crc32.npy"
 SEGMENTS, ENDS = "segments.npy", "segment_ends.npy"
+_OPEN = 64  # folders that are open at the same time
 _FIELDS = ("inputs", "targets", "segmentation", "loss")  # the last one only if some targets bear no loss
-Names = dict[tuple[str, str], int]  # the index of each file or table by its name and its records' unit, see `Place`
+Names = dict[tuple[str, str], int]  # the index of each file or table by its name and its records' unit, see `Location`
 
 
 class StoredRows:
@@ -36,7 +38,8 @@ class StoredRows:
     def __init__(self, folders: Sequence[tuple[Path, int]], limit: int = 1 << 31):
         self._folders, self._limit = folders, limit
         self._ends = np.cumsum([rows for _, rows in folders])
-        self._opened: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        # Each open folder takes two file descriptors.
+        self._open = functools.lru_cache(_OPEN)(self._opened)
         self.size, self.length = int(self._ends[-1]), int(self._open(0)[0].shape[2])
 
     def rows(self, indices: np.ndarray) -> Batch:
@@ -63,21 +66,19 @@ class StoredRows:
         for index, row, checksum in zip(indices, rows, sums[indices], strict=True):
             if zlib.crc32(row.data) != checksum:
                 raise damaged(self._folders[i][0], FILE, f"is damaged: row {index} does not match its checksum")
-        if rows[:, :2].max() >= self._limit:
-            raise damaged(self._folders[i][0], FILE, f"is damaged: ids must be below {self._limit}")
+        if rows.min() < 0 or rows[:, :2].max() >= self._limit:
+            raise damaged(self._folders[i][0], FILE, f"is damaged: ids must be from 0 to {self._limit - 1}")
         return rows
 
-    def _open(self, i: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the rows and the checksums of a folder. Opens it when it is first needed."""
-        if i not in self._opened:
-            folder, size = self._folders[i]
-            rows, sums = _mapped(folder, FILE, 3), _mapped(folder, SUMS, 1)
-            if len(sums) != len(rows):
-                raise damaged(folder, SUMS, f"has {len(sums)} checksums for {len(rows)} rows")
-            if len(rows) != size:
-                raise damaged(folder, META, f"states {size} rows, but there are {len(rows)}")
-            self._opened[i] = rows, sums
-        return self._opened[i]
+    def _opened(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the rows and the checksums of a folder."""
+        folder, size = self._folders[i]
+        rows, sums = _mapped(folder, FILE, 3), _mapped(folder, SUMS, 1)
+        if len(sums) != len(rows):
+            raise damaged(folder, SUMS, f"has {len(sums)} checksums for {len(rows)} rows")
+        if len(rows) != size:
+            raise damaged(folder, META, f"states {size} rows, but there are {len(rows)}")
+        return rows, sums
 
 
 def origins(folder: Path, index: int) -> np.ndarray | None:

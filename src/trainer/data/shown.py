@@ -13,7 +13,7 @@ from trainer.config.errors import UserError
 from trainer.config.prepared import keys_in
 from trainer.config.words import counted, visible
 from trainer.data.cache import read_meta
-from trainer.data.documents import Place
+from trainer.data.documents import Location
 from trainer.data.prepare import Rows
 from trainer.data.prepared import Prepared, read_place, tokenizer_of
 from trainer.data.readers import LINE, Line
@@ -40,7 +40,7 @@ def summary(place: Path) -> Iterator[str]:
 
 def _about(rows: Rows, noun: str) -> str:
     parts = rows.meta.get("parts", 1)
-    documents, tokens = counted(rows.meta["documents"], noun), counted(rows.meta["tokens"], "trained token")
+    documents, tokens = counted(rows.meta["documents"], visible(noun)), counted(rows.meta["tokens"], "trained token")
     return f"{counted(rows.source.size, 'row')} in {counted(parts, 'part')}, {documents}, {tokens}"
 
 
@@ -89,11 +89,13 @@ def _find(prepared: Prepared, number: int, held_out: bool) -> tuple[Rows, int]:
 
 
 def _origin(found: np.ndarray | None, names: list[Any], i: int, pairs: int) -> str:
-    if found is None:
-        return "an earlier version prepared it, without the places of documents"
+    if found is None or i >= len(found):
+        return "the place of its document is not stored, as in data of an earlier version"
     file, number, start, after = map(int, found[i])
+    if not (0 <= file < len(names) and isinstance(names[file], list) and [*map(type, names[file])] == [str, str]):
+        return "the place of its document is damaged"
     name, unit = names[file]
-    place = Line(name, number, unit) if unit == LINE else Place(name, number, unit)
+    place = Line(name, number, unit) if unit == LINE else Location(name, number, unit)
     behind = f", sequence {after + 1} of the record" if after else ""
     return f"{place}{behind}, its tokens {start} to {start + pairs}"
 

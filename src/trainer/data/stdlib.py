@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trainer.config.errors import UserError
 from trainer.data.corpus import Corpus
-from trainer.data.documents import Place, Record, is_held_out
+from trainer.data.documents import Location, Record, is_held_out
 
 # Tests and large applications. Corpora with them would differ between Python distributions, because some omit them.
 EXCLUDED_FOLDERS = frozenset(
@@ -59,7 +59,7 @@ class SourceFiles:
         done = sum(file.size for file in self.files[:cursor])
         for i, file in enumerate(self.files[cursor:], cursor + 1):
             done += file.size
-            yield i, done / self.weight, Record(Place(file.path), (file.text,))
+            yield i, done / self.weight, Record(Location(file.path), (file.text,))
 
 
 def stdlib_folder() -> Path:

@@ -283,7 +283,7 @@ class _Packed(grain.DatasetIterator):
             if number > first + _PASSES:
                 raise UserError(
                     f"{self._corpus.label}: this process's share has no document with text: {read - 1:,} records in "
-                    "succession are empty or held out; use fewer processes or workers, or data_pipeline=prepared"
+                    "succession are empty, held out or dropped; use fewer of them, or data_pipeline=prepared"
                 )
             record = self._corpus.taken(next(self._parent), self._counts)
             if record is not None:

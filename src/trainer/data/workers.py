@@ -3,17 +3,30 @@
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 from trainer.config.errors import UserError
-from trainer.data.cache import Unfinished
+from trainer.data.cache import BEGUN_BY, Unfinished
 from trainer.runtime.signals import die_with
 
 Task = Callable[[int, Callable[[float], None]], object]  # of a part, and of a function that gets the share that is done
 _LOOK = 0.5  # seconds between two looks at the progress
+
+
+def cores() -> int:
+    """Returns the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def possible() -> bool:
+    """Returns whether Python can start processes: they import the main module, which may have come from a pipe."""
+    main = sys.modules["__main__"]
+    path = getattr(main, "__file__", None)
+    return path is None or main.__spec__ is not None or os.path.exists(path)
 
 
 def run(task: Task, parts: Sequence[int], count: int, progress: Callable[[int, float], None]) -> None:
@@ -26,9 +39,10 @@ def run(task: Task, parts: Sequence[int], count: int, progress: Callable[[int, f
     shares = context.Array("d", max(parts) + 1, lock=False)
     others = {*multiprocessing.active_children()}
     pool = ProcessPoolExecutor(count, context, _begin, (task, shares, os.getpid()))
-    pending = {pool.submit(_call, part): part for part in parts}
+    os.environ[BEGUN_BY] = str(os.getpid())
     done = set()
     try:
+        pending = {pool.submit(_call, part): part for part in parts}
         while pending:
             ended, _ = wait(pending, _LOOK, FIRST_COMPLETED)
             for future in ended:
@@ -38,10 +52,12 @@ def run(task: Task, parts: Sequence[int], count: int, progress: Callable[[int, f
                 progress(part, 1.0 if part in done else shares[part])
     except BrokenProcessPool as error:
         raise Unfinished(
-            "a process that prepares data died, perhaps because the memory is full: set a smaller prepare_workers; the "
-            "same command continues with the remaining parts"
+            "a process that prepares data died. If the memory is full, set a smaller prepare_workers. If this program "
+            'lacks the guard `if __name__ == "__main__":`, add it, or set prepare_workers=1. The same command '
+            "continues with the remaining parts"
         ) from error
     finally:
+        del os.environ[BEGUN_BY]
         for process in {*multiprocessing.active_children()} - others:
             process.terminate()  # a part may take minutes, and the next run makes it again
         pool.shutdown(cancel_futures=True)
@@ -52,6 +68,7 @@ _OF_WORKER: list[Any] = []  # in a worker: the task, and the share of each part 
 
 def _begin(task: Task, shares: Any, parent: int) -> None:
     die_with(parent)
+    del os.environ[BEGUN_BY]  # the main module is imported
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core
     _OF_WORKER[:] = task, shares

@@ -20,9 +20,7 @@ def passes_text(config: Config, dataset: Dataset) -> str:
     """Returns the passes as text, such as " (1.6 passes over 180 conversations)"; "" if unknown. `config`: resolved."""
     if dataset.epoch is None:
         return ""
-    passes = float(config.steps * _rows(config) / dataset.epoch.rows)
-    number = f"{passes:,.0f}" if passes >= 10 else f"{passes:.2g}"
-    return f" ({number} {'pass' if number == '1' else 'passes'} over {dataset.epoch.content})"
+    return f" ({_passes(config.steps * _rows(config) / dataset.epoch.rows)} over {dataset.epoch.content})"
 
 
 def mixture_lines(config: Config, dataset: Dataset) -> Iterator[str]:
@@ -30,8 +28,13 @@ def mixture_lines(config: Config, dataset: Dataset) -> Iterator[str]:
     resolved."""
     for component in dataset.mixture:
         passes = float(config.steps * _rows(config)) * component.share / component.rows
-        tokens = f"{passes * component.tokens:,.0f} trained tokens, {passes:.2g} passes over {component.tokens:,}"
+        tokens = f"{passes * component.tokens:,.0f} trained tokens, {_passes(passes)} over {component.tokens:,}"
         yield f"mixture      {component.share:.1%} of the rows from {component.label}: {tokens}"
+
+
+def _passes(number: Fraction | float) -> str:
+    text = f"{float(number):,.0f}" if number >= 10 else f"{float(number):.2g}"
+    return f"{text} {'pass' if text == '1' else 'passes'}"
 
 
 def _rows(config: Config) -> Fraction:

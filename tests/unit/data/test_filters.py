@@ -59,7 +59,7 @@ def test_a_function_sees_all_columns_and_may_drop_records(tmp_path: Path):
     [
         (
             "failing",
-            r"line 1: document_filter=filters_of_tests:failing failed: AttributeError.*_of_tests.py, line",
+            r"line \d+: document_filter=filters_of_tests:failing failed: AttributeError.*_of_tests.py, line",
         ),
         ("wrong", "returned dict, not True, False, None or a dict with text"),
         ("missing", "has no function missing"),

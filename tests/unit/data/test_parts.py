@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -39,13 +41,16 @@ def test_every_record_is_in_one_piece(tmp_path: Path, kind: str):
     sizes = {part.size for part in corpus.parts}
     counts = set()
     for size in (1, 37, 100, max(sizes) // 2, max(sizes), sum(sizes)):
-        groups = corpus.pieces(size)
-        assert [record.values for group in groups for record in corpus.records(pieces=group)] == whole
+        pieces = [*corpus.pieces(size)]
+        assert [record.values for record in corpus.records(pieces=pieces)] == whole
+        groups = parts.parts_of([corpus], size)
+        assert [pair for group in groups for pair in group] == [(0, piece) for piece in pieces]
         counts.add(len(groups))
-        cut = {piece.part for group in groups for piece in group if piece.stop is not None}
+        cut = {piece.part for piece in pieces if piece.stop is not None}
         assert bool(cut) == (kind in ("jsonl", "parquet", "arrayrecord") and size < max(sizes) / 1.5)
     assert len(counts) > 1
-    assert len(corpus.pieces(0)) == 1
+    assert len(parts.parts_of([corpus, corpus], 0)) == 1
+    assert len(parts.parts_of([corpus, corpus], 2 * sum(part.size for part in corpus.parts))) == 1
 
 
 @pytest.mark.parametrize("end", ["", "\n", "\n\n", "\r\n \n"])
@@ -92,7 +97,8 @@ def test_the_rows_of_a_part_are_those_of_its_documents(tmp_path: Path, kind: str
     config = config_of(tmp_path / "cache", **keys, prepare_part_mib=0.001)
     documents = open_documents(config, tmp_path / "cache", say_nothing, text_encoder)
     (corpus,), (rows,) = documents.source.train, documents.prepare(say_nothing).train
-    groups, packing = corpus.pieces(round(0.001 * 2**20)), Packing(LENGTH, kind)
+    groups = [[piece for _, piece in part] for part in parts.parts_of([corpus], round(0.001 * 2**20))]
+    packing = Packing(LENGTH, kind)
     assert len(groups) > 4
     expected = [
         packed.row
@@ -184,3 +190,54 @@ def test_a_part_without_documents_has_no_rows(tmp_path: Path):
     assert 0 < len(meta["stored"]) < meta["parts"]
     assert meta["rows"] == sum(count for _, count in meta["stored"])
     assert dataset.epoch.rows == meta["rows"]
+
+
+def test_few_parts_are_open_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("trainer.data.rows._OPEN", 2)
+    keys = keys_of(write_corpus(tmp_path / "files", "jsonl", 60), "jsonl") | {"prepare_part_mib": 0.0005}
+    source = opened(tmp_path / "cache", **keys, held_out_share=0).train_stream(rows=1)._source
+    assert len([*tmp_path.rglob("part-*")]) > 8
+    before = len([*Path("/proc/self/fd").iterdir()])
+    batch = source.rows(np.random.default_rng(0).permutation(source.size))
+    assert len(batch["inputs"]) == source.size
+    assert len([*Path("/proc/self/fd").iterdir()]) <= before + 4
+
+
+def test_small_mixtures_hold_out_rows_of_one_part(tmp_path: Path):
+    files = f"{write_corpus(tmp_path / 'a', 'jsonl', 40)}/*;{write_corpus(tmp_path / 'b', 'jsonl', 40)}/*"
+    keys = BYTES | {"grain_file_type": "jsonl", "grain_train_files": files, "held_out_share": 0.3, "eval_interval": 1}
+    opened(tmp_path / "cache", **keys)
+    assert not [*tmp_path.rglob("part-*")]
+    (folder,) = (tmp_path / "cache").glob("held-out-*[!k]")
+    opened(tmp_path / "cache", **keys, prepare_part_mib=0)
+    assert [*(tmp_path / "cache").glob("held-out-*[!k]")] == [folder]
+
+
+@pytest.mark.parametrize("how", ["script", "stdin"])
+def test_a_program_without_a_guard_ends(tmp_path: Path, how: str):
+    write_corpus(tmp_path / "files", "jsonl", 60)
+    program = """
+from trainer.config.load import load
+from trainer.data.dataset import open_dataset
+words = ["dataset_type=grain", "grain_file_type=jsonl", "grain_train_files=files/*", "tokenizer_type=bytes"]
+words += ["vocab_size=300", "max_target_length=32", "prepare_part_mib=0.002", "prepare_workers=2", "eval_interval=-1"]
+print(open_dataset(load([*words, "data_cache_directory=cache"]).config, print).epoch.rows, "rows")
+"""
+    (tmp_path / "program.py").write_text(program)
+    words = [sys.executable, "program.py" if how == "script" else "-"]
+    settings = {"capture_output": True, "text": True, "cwd": tmp_path, "timeout": 60}
+    done = subprocess.run(words, input=program if how == "stdin" else None, check=False, **settings)
+    if how == "script":
+        assert done.returncode == 1
+        assert 'lacks the guard `if __name__ == "__main__":`' in done.stderr
+    else:
+        assert done.returncode == 0, done.stderr
+        assert "rows" in done.stdout
+
+
+def test_a_table_of_nulls_has_no_text(tmp_path: Path):
+    import datasets
+
+    datasets.Dataset.from_dict({"text": [None] * 5}).save_to_disk(tmp_path / "set")
+    with pytest.raises(UserError, match="no document with text"):
+        opened(tmp_path / "cache", dataset_type="hf", hf_path=tmp_path / "set", tokenizer_type="bytes")

@@ -15,7 +15,7 @@ from trainer.config.errors import UserError
 from trainer.data import cache, rows
 from trainer.data.batches import eval_batches
 from trainer.data.dataset import Dataset, open_dataset
-from trainer.data.documents import Place
+from trainer.data.documents import Location
 from trainer.data.packing import Origin, Packed, Resume
 from trainer.data.stdlib import read_files
 from trainer.data.tokenizer import ByteTokenizer
@@ -138,7 +138,7 @@ def test_every_segment_of_a_long_row_keeps_its_number(tmp_path: Path):
     length = 1 << 16
     names = ("inputs", "targets", "segmentation", "loss")
     row = dict.fromkeys(names, np.ones(length, np.int32)) | {"segmentation": np.arange(1, length + 1)}
-    packed = Packed(row, Resume(None, 0, 0), [Origin(Place("a"), 0)])
+    packed = Packed(row, Resume(None, 0, 0), [Origin(Location("a"), 0)])
     rows.write(tmp_path, [packed], length=length, vocab_size=300, masked=False)
     batch = rows.StoredRows([(tmp_path, 1)]).rows(np.array([0]))
     np.testing.assert_array_equal(batch["inputs_segmentation"], row["segmentation"][None])

@@ -13,7 +13,7 @@ from sample_data import LENGTH, VOCAB, opened, say_nothing
 from trainer.config.errors import UserError
 from trainer.data import cache, rows
 from trainer.data.dataset import Dataset
-from trainer.data.documents import Place
+from trainer.data.documents import Location
 from trainer.data.packing import Origin, Packed, Resume
 
 SCRIPT = """
@@ -169,7 +169,7 @@ def test_damage_is_named_with_the_remedy(
 
 def ones(length: int) -> Packed:
     row = dict.fromkeys(("inputs", "targets", "segmentation", "loss"), np.ones(length, int))
-    return Packed(row, Resume(None, 0, 0), [Origin(Place("a"), 0)])
+    return Packed(row, Resume(None, 0, 0), [Origin(Location("a"), 0)])
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from trainer.config.load import load
 from trainer.config.prepared import MANIFEST
 from trainer.data.dataset import open_dataset
 from trainer.data.prepared import read_place
+from trainer.runtime.lock import lock
 
 KEYS = {"dataset_type": "grain", "grain_file_type": "jsonl", "max_target_length": LENGTH, "vocab_size": 300}
 KEYS |= {"prepare_part_mib": 0.002, "prepare_workers": 1, "held_out_share": 0.2}
@@ -120,10 +121,10 @@ def edited(change: Any) -> Any:
         (lambda place: (place / MANIFEST).write_text("{"), "cannot be read"),
         (lambda place: (place / "config.yml").write_text("packing: 3"), "values that are not allowed"),
         (edited(lambda manifest: manifest.pop("train")), "train is missing"),
-        (edited(lambda manifest: manifest.update(train=["../a"])), "../a is not a name"),
+        (edited(lambda manifest: manifest.update(train=["../a"])), "'../a' is not a name"),
         (edited(lambda manifest: manifest.update(weights=[1, 2, 3])), "differ in length"),
         (edited(lambda manifest: manifest.update(limit="many")), 'limit="many", not an integer'),
-        (edited(lambda manifest: manifest.update(limit=100)), "ids must be below 100"),
+        (edited(lambda manifest: manifest.update(limit=100)), "ids must be from 0 to 99"),
         (lambda place: next(place.glob("train-*/part-00000/rows.npy")).unlink(), "cannot be read (it is gone)"),
         (lambda place: next(place.glob("tokenizer/*.json")).write_text("{}"), ""),
     ],
@@ -163,6 +164,66 @@ def test_the_same_command_again_changes_nothing_and_another_is_refused(tmp_path:
         prepared(place, grain_train_files=files)
     assert "the files have changed" in capsys.readouterr().err
     assert read_place(place)[0].train[0].meta["documents"] == documents
+
+
+def test_links_in_the_folder_are_not_written_through(tmp_path: Path, files: str, capsys):
+    place = prepared(tmp_path / "place", grain_train_files=files)
+    (place / "tokenizer").rename(tmp_path / "elsewhere")
+    (place / "tokenizer").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(SystemExit):
+        prepared(place, grain_train_files=files)
+    assert "tokenizer" in capsys.readouterr().err
+
+
+def test_one_command_at_a_time_prepares_a_folder(tmp_path: Path, files: str, capsys):
+    place = prepared(tmp_path / "place", grain_train_files=files)
+    with lock(place):
+        with pytest.raises(SystemExit):
+            prepared(place, grain_train_files=files)
+        assert "another process prepares data in this folder" in capsys.readouterr().err
+
+
+def test_held_out_rows_stay_without_evaluation(tmp_path: Path, files: str):
+    place = prepared(tmp_path / "place", grain_train_files=files)
+    before = read_place(place)[0].evaluation.folder
+    prepared(place, grain_train_files=files, eval_interval=-1)
+    assert read_place(place)[0].evaluation.folder == before
+
+
+def test_a_mixture_file_may_be_gone(tmp_path: Path, files: str):
+    mixture = {"a": {"path": f"{tmp_path}/a/*", "weight": 2}, "b": {"path": f"{tmp_path}/b/*", "weight": 1}}
+    (tmp_path / "mixture.json").write_text(json.dumps(mixture))
+    place = prepared(tmp_path / "place", grain_train_mixture_config_path=tmp_path / "mixture.json")
+    (tmp_path / "mixture.json").unlink()
+    dataset = open_dataset(load([f"prepared_path={place}", "vocab_size=300"]).config, say_nothing)
+    assert [round(component.share, 2) for component in dataset.mixture] == [0.67, 0.33]
+
+
+def test_a_place_of_a_document_that_is_no_file(tmp_path: Path, files: str, capsys):
+    place = prepared(tmp_path / "place", grain_train_files=files, prepare_part_mib=0)
+    for meta in place.glob("train-*/meta.json"):
+        content = json.loads(meta.read_text())
+        meta.write_text(json.dumps(content | {"names": [["/dev/zero", "at byte"]] * 3}))
+    assert "/dev/zero, at byte" in shown(capsys, place, "row=0")
+    for meta in place.glob("train-*/meta.json"):
+        meta.write_text(json.dumps(json.loads(meta.read_text()) | {"names": [3]}))
+    assert "the place of its document is damaged" in shown(capsys, place, "row=0")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"stored": []}, {"stored": [["../x", 3]]}, {"tokens": "x"}, {"documents": [1]}, {"parts": "x"}, {"files": [1]},
+     {"files": {"/etc/passwd": "x"}}, {"rows": 0}],
+    ids=str,
+)  # fmt: skip
+def test_a_damaged_list_of_parts_is_named(tmp_path: Path, files: str, change: dict):
+    place = prepared(tmp_path / "place", grain_train_files=files, eval_interval=-1)
+    meta = max(place.glob("train-*/meta.json"), key=lambda path: len(path.read_text()))
+    meta.write_text(json.dumps(json.loads(meta.read_text()) | change))
+    if change == {"stored": []}:  # an earlier version stores no parts
+        (meta.parent / "rows.npy").unlink(missing_ok=True)
+    with pytest.raises(UserError, match=str(meta.parent)):
+        read_place(place)
 
 
 @pytest.mark.parametrize(

@@ -164,6 +164,8 @@ def _grain_files(config: Config) -> str | None:
         if _compiles(config):
             return None
         return f"dataset_type=grain needs files, such as grain_train_files={_NEEDED['grain']['grain_train_files']}"
+    if config.prepared_path:
+        return None
     if config.grain_train_files and config.grain_train_mixture_config_path:
         return "both name the training files; give only one of them"
     if "://" in config.grain_train_mixture_config_path:
@@ -353,8 +355,11 @@ INERT = (
         "nothing is prepared",
     ),
     Inert(FILTERS, lambda c: c.dataset_type == "synthetic", "dataset_type=synthetic has no documents"),
-    Inert(("data_cache_directory",), lambda c: c.prepared_path, "prepared_path has the data"),
-    Inert(("data_cache_directory",), lambda c: c.dataset_type == "synthetic", "dataset_type=synthetic stores nothing"),
+    Inert(
+        ("data_cache_directory",),
+        lambda c: c.dataset_type == "synthetic" or c.prepared_path,
+        "dataset_type=synthetic and prepared_path store nothing",
+    ),
     *(Inert(keys, _other_type(kind), f"dataset_type is not {kind}") for kind, keys in OWN_KEYS.items()),
     Inert(("remote_copies_gib",), lambda c: not _remote_files(c), "no data files are named by URL"),
     Inert(("train_split",), lambda c: c.dataset_type not in ("tfds", "hf"), "dataset_type is neither tfds nor hf"),
