@@ -28,7 +28,7 @@ class Location(NamedTuple):
 
 
 class Record(NamedTuple):
-    """A record of a source: its location, a `Location` or similar, and the values of its columns: text, bytes or ids."""
+    """A record of a source: its `Location`, and the values of its columns: text, bytes or ids."""
 
     where: Any
     values: tuple[Any, ...]
