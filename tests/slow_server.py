@@ -22,7 +22,9 @@ class SlowServer(http.server.ThreadingHTTPServer):
     Attributes:
       delay: seconds before each answer.
       faults: what happens to the next GET requests of files: one of FAULTS, a status, or "" for nothing.
+      listing: the same for the next GET requests of folders.
       marks: whether answers have an ETag.
+      ranges: whether it answers with ranges.
       sent: the bytes of files that were sent.
       requests: (method, path, range) of each request.
       late: seconds by which a late answer is late.
@@ -35,6 +37,8 @@ class SlowServer(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.root, self.delay, self.marks, self.late = root, 0.0, True, 0.4
         self.faults: Iterator[str] = itertools.repeat("")
+        self.listing: Iterator[str] = itertools.repeat("")
+        self.ranges = True
         self.sent, self.requests, self.lock = 0, [], threading.Lock()
 
     @property
@@ -70,7 +74,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         server, path = self.server, self.server.root / unquote(urlsplit(self.path).path).lstrip("/")
         with server.lock:
             server.requests.append((self.command, self.path, self.headers.get("Range")))
-            fault = next(server.faults) if body and path.is_file() else ""
+            fault = next(server.faults if path.is_file() else server.listing, "") if body else ""
         time.sleep(server.delay + (server.late if fault == "late" else 0))
         if fault.isdecimal():
             return self._send(int(fault), b"", body)
@@ -91,7 +95,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if self.headers.get("If-Match", mark) != mark:
             return self._send(412, b"", body)
         status, headers = 200, {"ETag": mark} if server.marks else {}
-        if given := self.headers.get("Range"):
+        if (given := self.headers.get("Range")) and server.ranges:
             start, _, stop = given.removeprefix("bytes=").partition("-")
             headers["Content-Range"] = f"bytes {start}-{stop}/{len(data)}"
             status, data = 206, data[int(start) : int(stop) + 1]

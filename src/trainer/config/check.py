@@ -36,7 +36,7 @@ def _path(key: str) -> Check:
 
     def problem(config: Config) -> str | None:
         parts = config[key].split(";") if lists else [config[key]]
-        local = [part for part in parts if "://" not in part]  # `_remote` checks the others
+        local = [part for part in parts if "://" not in part]  # `_data` or `_remote` checks the others
         names = [name for part in local for name in (re.split("[,|:]", part) if lists else [part])]
         return next(filter(None, map(path_problem, names)), None)
 

@@ -36,6 +36,16 @@ def url_problem(text: str) -> str | None:
     return None if rest.strip("/") else "nothing follows the scheme"
 
 
+def without_secrets(url: str) -> str:
+    """Returns a URL for messages: of a web server without user, password and query, which may be secret."""
+    if not url.startswith(("http://", "https://")):
+        return url
+    scheme, _, rest = url.partition("://")
+    rest, question, _ = rest.partition("?")
+    host, slash, path = rest.partition("/")
+    return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}{'?...' if question else ''}"
+
+
 def local_path(text: str, what: str = "") -> Path:
     """Returns the path of `text`, with `~` expanded. `what`: the beginning of the message, such as `tokenizer_path=`.
     Raises UserError if the path is invalid; see `path_problem`."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from trainer.data.documents import Counts, Record, is_held_out
 from trainer.data.filters import Filters
-from trainer.data.readers import Columns, Part, TextPart
+from trainer.data.readers import Columns, FilePart, Part, TextPart
 from trainer.runtime.remote import RemoteFile
 
 WHOLE_CONTENT = 256 << 20  # bytes; the fingerprint of a source up to this size reads all of it
@@ -112,6 +112,12 @@ class Corpus:
         return f"{self.fingerprint} {self.columns} {self.held_out} {self.evaluates}{restored}{filters}"
 
 
+def corpus_of(name: str, parts: Sequence[Any], columns: Columns, also: str = "") -> Corpus:
+    """Returns the corpus of some files. `also`: what else identifies the records, see `file_fingerprint`."""
+    paths = [part.path for part in parts if isinstance(part, FilePart)]
+    return Corpus(name, tuple(parts), file_fingerprint(paths, also), columns)
+
+
 def file_fingerprint(paths: Sequence[Any], also: str = "") -> str:
     """Returns the sha256, in hexadecimal, of the files' names and contents and of `also`.
 
@@ -134,5 +140,5 @@ def file_fingerprint(paths: Sequence[Any], also: str = "") -> str:
             else:
                 digest.update(file.read(_ENDS))
                 file.seek(max(0, size - _ENDS))
-                digest.update(file.read())
+                digest.update(file.read(_ENDS))
     return digest.hexdigest()

@@ -5,7 +5,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainer.config.capabilities.data_keys import parse_mixture
 from trainer.config.capabilities.invariant_keys import TILE
 from trainer.config.capabilities.token_keys import token_files
 from trainer.config.errors import UserError
@@ -178,6 +177,7 @@ def _of_tokens(config: Config, say: Say) -> Dataset:
     """Returns rows that are read directly from files of token ids."""
     from trainer.data import megatron, prepare
     from trainer.data.cache import cache_root
+    from trainer.data.found import train_mixture
     from trainer.data.mixture import whole_weights
     from trainer.data.prepared import short
 
@@ -200,9 +200,7 @@ def _of_tokens(config: Config, say: Say) -> Dataset:
     }
     summary = f"{config.grain_file_type} files {config.grain_train_files}: {' + '.join(facts)}; {held_out}"
     epoch = Epoch(train[0].size, facts[0].partition(",")[0]) if len(train) == 1 else None
-    patterns = [
-        pattern for pattern, _ in parse_mixture(config.grain_train_files, config.grain_train_mixture_config_path)
-    ]
+    patterns = [pattern for pattern, _ in train_mixture(config)]
     mixture = _mixture(patterns, weights, [(rows.size, rows.tokens) for rows in train])
     open_stream = _stream_of_rows(train, weights, order)
     return Dataset(evaluation, tokenizer, identity, summary, open_stream, epoch=epoch, mixture=mixture)

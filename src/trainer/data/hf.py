@@ -12,6 +12,7 @@ from trainer.data.corpus import Corpus, file_fingerprint
 from trainer.data.hf_files import mended_table
 from trainer.data.readers import Columns, NoColumn, TablePart, arrow_errors
 from trainer.data.unpacked import check_unpacked
+from trainer.runtime.attempts import turn_hub_off
 from trainer.runtime.folders import check_folder
 
 Say = Callable[[str], None]
@@ -39,7 +40,7 @@ def hf_corpus(
 
 def _load(path: str, name: str, data_dir: str, cache: Path, say: Say, files: Any, split: str, key: str) -> Any:
     # Set before the package reads it, so that it sends no request to the hub.
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    turn_hub_off()
     try:
         import datasets
     except ImportError as error:

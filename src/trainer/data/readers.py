@@ -278,7 +278,7 @@ def _remote_metadata(path: RemoteFile) -> Any:
         end = file.read(8)
         length = int.from_bytes(end[:4], "little") if end.endswith(b"PAR1") else 0
         file.seek(max(0, path.size - 8 - min(length, FILE_BYTES)))
-        return pyarrow.parquet.read_metadata(io.BytesIO(b"PAR1" + file.read(path.size)))
+        return pyarrow.parquet.read_metadata(io.BytesIO(b"PAR1" + file.read(8 + min(length, FILE_BYTES))))
 
 
 class ArrayRecordPart(FilePart):
@@ -309,14 +309,18 @@ class ArrayRecordPart(FilePart):
             raise UserError(
                 f"{self.path} has {count} records, but dataset_info.json lists more; copy or prepare it again"
             )
+        self._release()
         return count if self._given is None else self._given
 
     @property
     def size(self) -> int:
         if not self._start and self._given is None:
             return self.weight
+        length = len(self)
         with self._errors():
-            return self.weight * len(self) // self._open().num_records()
+            size = self.weight * length // self._open().num_records()
+        self._release()
+        return size
 
     def __len__(self) -> int:
         return self._stop - self._start
@@ -331,13 +335,19 @@ class ArrayRecordPart(FilePart):
 
     def read(self, cursor: int = 0, stop: int | None = None) -> Iterator[tuple[int, float, Record]]:
         end = self._stop if stop is None else self._start + stop
-        for first in range(self._start + cursor, end, _CHUNK):
-            with self._errors():
-                chunk = self._open().read(list(range(first, min(first + _CHUNK, end))))
-            for index, data in enumerate(chunk, first - self._start):
-                yield index + 1, (index + 1) / len(self), self._record(data, index)
+        try:
+            for first in range(self._start + cursor, end, _CHUNK):
+                with self._errors():
+                    chunk = self._open().read(list(range(first, min(first + _CHUNK, end))))
+                for index, data in enumerate(chunk, first - self._start):
+                    yield index + 1, (index + 1) / len(self), self._record(data, index)
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        """Closes a copy, so that others may take its place."""
         if self._copy is not None:
-            self._reader = self._copy = None  # so that other copies may take its place
+            self._reader = self._copy = None
 
     def _record(self, data: bytes, index: int) -> Record:
         return parsed(self._parse, data, self.columns, Location(self.name, self._start + index, "record"))

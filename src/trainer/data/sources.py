@@ -1,20 +1,17 @@
 """Finds the documents that the keys of each dataset_type select."""
 
 import contextlib
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from trainer.config.capabilities.data_keys import parse_mixture
-from trainer.config.errors import UserError, nearest, shortened
-from trainer.config.json_files import read_object
+from trainer.config.errors import UserError
 from trainer.config.keys import Config
-from trainer.config.paths import local_path
+from trainer.config.paths import without_secrets
 from trainer.data.cache import Progress, cache_root
-from trainer.data.corpus import Corpus, file_fingerprint
+from trainer.data.corpus import Corpus, corpus_of
 from trainer.data.example_proto import parse_example
 from trainer.data.filters import Filters, filters_of
 from trainer.data.found import announce_copies, find_files, train_mixture
@@ -24,13 +21,10 @@ from trainer.data.readers import (
     Columns,
     FilePart,
     JsonlPart,
-    NoColumn,
     ParquetPart,
-    Part,
     TextPart,
     TfrecordPart,
 )
-from trainer.runtime.folders import check_folder
 from trainer.runtime.remote import each
 
 
@@ -81,24 +75,19 @@ def _grain(config: Config, say: Progress) -> Source:
     evaluation = {pattern: find_files(config, pattern, "grain_eval_files") for pattern, _ in held}
     every = [path for found in (train, evaluation) for paths in found.values() for path in paths]
     indexed = kind == "arrayrecord"
-    copied = [path for path in every if indexed or path.suffix == ".gz"]
+    copied = [path for path in every if indexed or (kind == "jsonl" and path.suffix == ".gz")]
     announce_copies(config, copied, say, together=indexed and config.data_pipeline == "streaming")
 
     def corpus(pattern: str, paths: Sequence[Any], columns: Columns) -> Corpus:
         columns = ("text",) if kind == "text" else columns
-        return _corpus(pattern, each(lambda path: _FORMATS[kind](path, columns), paths), columns)
+        return corpus_of(without_secrets(pattern), each(lambda path: _FORMATS[kind](path, columns), paths), columns)
 
     return Source(
-        f"{kind} files " + "; ".join(pattern for pattern, _ in mixture),
+        f"{kind} files " + "; ".join(without_secrets(pattern) for pattern, _ in mixture),
         tuple(corpus(pattern, train[pattern], tuple(config.train_data_columns)) for pattern, _ in mixture),
         whole_weights([weight for _, weight in mixture]),
         tuple(corpus(pattern, evaluation[pattern], tuple(config.eval_data_columns)) for pattern, _ in held),
     )
-
-
-def _corpus(name: str, parts: Sequence[Any], columns: Columns, also: str = "") -> Corpus:
-    paths = [part.path for part in parts if isinstance(part, FilePart)]
-    return Corpus(name, tuple(parts), file_fingerprint(paths, also), columns)
 
 
 _FORMATS: dict[str, Callable[[Any, Columns], FilePart]] = {
@@ -111,114 +100,14 @@ _FORMATS: dict[str, Callable[[Any, Columns], FilePart]] = {
 
 
 def _tfds(config: Config, say: Progress) -> Source:
-    columns, eval_columns = tuple(config.train_data_columns), tuple(config.eval_data_columns)
-    train = _tfds_split(config.dataset_path, config.dataset_name, config.train_split, columns, "train_split")
+    from trainer.data.tfds import tfds_corpus
+
+    train = tfds_corpus(config, config.dataset_name, "train_split", tuple(config.train_data_columns), say)
     evaluation: tuple[Corpus, ...] = ()
     if config.eval_split:
         name = config.eval_dataset_name or config.dataset_name
-        evaluation = (_tfds_split(config.dataset_path, name, config.eval_split, eval_columns, "eval_split"),)
+        evaluation = (tfds_corpus(config, name, "eval_split", tuple(config.eval_data_columns), say),)
     return Source(f"TFDS {config.dataset_name}", (train,), (1,), evaluation)
-
-
-def _tfds_split(data_dir: str, name: str, split: str, columns: Columns, key: str) -> Corpus:
-    import tensorflow_datasets as tfds
-
-    folder = tfds_folder(local_path(data_dir, "dataset_path="), name)
-    check_folder(folder)
-    check_features(folder)
-    try:
-        builder = tfds.builder_from_directory(folder)
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise UserError(f"{folder} cannot be read as a TFDS dataset ({' '.join(str(error).split())[:200]})") from error
-    info = builder.info
-    base = re.split(r"[\[+]", split)[0]
-    if base not in info.splits:
-        hint = "; eval_split= holds out held_out_share of the training documents" if key == "eval_split" else ""
-        raise UserError(
-            f"{key}={split}: {folder} has the splits {', '.join(info.splits)}{nearest(base, info.splits)}{hint}"
-        )
-    if missing := [column for column in columns if column not in info.features]:
-        raise NoColumn(f"{folder} has no column {missing[0]}", info.features)
-    parse = _TfdsParser(str(folder))
-    parts: list[Part] = []
-    for shard in info.splits[split].file_instructions:
-        path, whole = Path(shard.filename), shard.takes_all and not shard.skip
-        if "array_record" in path.name:
-            parts.append(ArrayRecordPart(path, columns, parse, shard.skip, shard.skip + shard.take))
-        elif "tfrecord" in path.name and whole:
-            parts.append(TfrecordPart(path, columns, parse))
-        elif "tfrecord" in path.name:
-            raise UserError(
-                f"{key}={split}: parts of a split need ArrayRecord files, and {path} is TFRecord; take {base}"
-            )
-        else:
-            raise UserError(
-                f"{path}: TFDS files are read as array_record or tfrecord; prepare the dataset as array_record"
-            )
-    return _corpus(f"{name} {split}", parts, columns, split)
-
-
-def check_features(folder: Path) -> None:
-    """Checks that the features of a TFDS dataset are TFDS's classes, because TFDS would import any other module.
-
-    Raises:
-      UserError: features.json names a class of another package, or is not JSON.
-    """
-    path = folder / "features.json"
-    if not path.is_file():
-        return  # TFDS reports the missing file
-    nodes: list[Any] = [read_object(path)]
-    while nodes:
-        node = nodes.pop()
-        if isinstance(node, list):
-            nodes += node
-        if not isinstance(node, dict):
-            continue
-        nodes += node.values()
-        for name in (node.get(key) for key in ("type", "pythonClassName", "python_class_name")):
-            if isinstance(name, str) and "." in name and not name.startswith("tensorflow_datasets."):
-                raise UserError(f"{path}: {shortened(name)} is not a TFDS feature; code named by data is not run")
-
-
-class _TfdsParser:
-    """Parses records of a TFDS dataset into features. Each reading process makes a separate parser."""
-
-    def __init__(self, folder: str):
-        self._folder, self._features = folder, None
-
-    def __call__(self, data: bytes) -> Any:
-        if self._features is None:
-            import tensorflow_datasets as tfds
-
-            self._features = tfds.builder_from_directory(self._folder).info.features
-        return self._features.deserialize_example_np(data)  # type: ignore[attr-defined]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_folder": self._folder, "_features": None}
-
-
-def tfds_folder(data_dir: Path, dataset_name: str) -> Path:
-    """Returns the folder of `name[/config][:version]` in `data_dir`; without a version, the newest one."""
-    name, _, version = dataset_name.partition(":")
-    folder = data_dir / name
-    if not folder.is_dir():
-        there = ", ".join(sorted(path.name for path in data_dir.glob("*") if path.is_dir())) or "no folder"
-        raise UserError(
-            f"dataset_name={dataset_name}: there is no folder {folder}; dataset_path={data_dir} holds {there}"
-        )
-    versions = sorted(
-        (path for path in folder.iterdir() if re.fullmatch(r"\d+\.\d+\.\d+", path.name)),
-        key=lambda path: [int(number) for number in path.name.split(".")],
-    )
-    if not version and versions:
-        return versions[-1]
-    if not version or not (folder / version).is_dir():
-        there = ", ".join(path.name for path in versions or sorted(folder.iterdir()) if not path.name.startswith("."))
-        raise UserError(
-            f"dataset_name={dataset_name}: {folder} holds {there or 'nothing'}; write name:version or "
-            "name/config:version"
-        )
-    return folder / version
 
 
 def _hf(config: Config, say: Progress) -> Source:
@@ -229,7 +118,8 @@ def _hf(config: Config, say: Progress) -> Source:
             raise UserError(
                 f"{key}={config[key]}: URLs are read with hf_path={', '.join(BUILDERS[:-1])} or {BUILDERS[-1]}"
             )
-        return find_files(config, config[key], key) if "://" in config[key] else []
+        patterns = config[key].split(";") if "://" in config[key] else []
+        return [file for pattern in patterns for file in find_files(config, pattern.strip(), key)]
 
     # Before `hf_corpus`, which turns requests to the hub off.
     train_files, eval_files = remote("hf_train_files"), remote("hf_eval_files")

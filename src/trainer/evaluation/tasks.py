@@ -15,10 +15,11 @@ from trainer.evaluation.scores import Result
 from trainer.evaluation.specs import GYM, PROGRAMS, QUESTIONS, TEXT, Spec
 from trainer.observe.rundir import writing
 from trainer.runtime.agreement import from_first
+from trainer.runtime.attempts import turn_hub_off
 from trainer.runtime.folders import replace_file
 
 # Variables that packages read when they are imported. Tasks' data and metrics are on disk: no task downloads in a run.
-_OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE")
+_OFFLINE = ("HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE")
 RESULTS_FILE = "results.json"
 Say = Callable[[str], None]
 
@@ -59,6 +60,7 @@ def open_tasks(specs: Sequence[Spec], config: Config, tokenizer: Tokenizer | Non
 
             found.append(ProgramsTask(spec, config, limit, say))
         else:
+            turn_hub_off()
             for name in _OFFLINE:
                 os.environ.setdefault(name, "1")
             from trainer.evaluation.harness import HarnessTask

@@ -1,5 +1,6 @@
 """Requests to file systems on other machines, through fsspec: the packages, time limits, and repeated attempts."""
 
+import contextlib
 import functools
 import os
 import random
@@ -9,9 +10,10 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 from trainer.config.errors import UserError, shortened
-from trainer.config.paths import EXTRAS, url_problem
+from trainer.config.paths import EXTRAS, url_problem, without_secrets
 from trainer.config.words import visible
 
 T = TypeVar("T")
@@ -22,6 +24,7 @@ FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds between attempts; doubled after 
 _PASSING = (408, 412, 425, 429, 500, 502, 503, 504)  # HTTP statuses that another attempt may not get
 # The classes of errors of a connection that are not errors of the system, in aiohttp, httpx, botocore and google.auth.
 _BROKEN = {"ClientConnectionError", "ClientPayloadError", "TransportError", "HTTPClientError", "ConnectionError"}
+_OFFLINE, _OURS = "HF_HUB_OFFLINE", "TRAINER_TURNED_HUB_OFF"  # environment variables; children inherit both
 COPY = "copy the file to this machine"  # the end of messages
 
 
@@ -35,13 +38,26 @@ def system_of(url: str) -> tuple[Any, str]:
     if problem := url_problem(url):
         raise UserError(f"{shortened(url)}: {problem}")
     scheme = url.partition("://")[0]
-    if scheme == "hf" and os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE"):
-        raise UserError(f"{url} is on the hub, and HF_HUB_OFFLINE forbids requests to it; unset it, or {COPY}")
+    if scheme == "hf":
+        if os.environ.get(_OFFLINE, "0").upper() in ("1", "ON", "YES", "TRUE") and _OURS not in os.environ:
+            raise UserError(f"{url} is on the hub, and {_OFFLINE} forbids requests to it; unset it, or {COPY}")
+        with contextlib.suppress(ImportError):
+            import huggingface_hub.constants
+
+            huggingface_hub.constants.HF_HUB_OFFLINE = False  # `turn_hub_off` may have set it
     try:
         system = _opened("http" if scheme == "https" else scheme)
     except ImportError as error:
         raise UserError(f"{url}: a package is missing: pip install 'trainer[{EXTRAS[scheme]}]'") from error
+    if scheme in ("http", "https"):
+        return system, quote(url, safe="%/:=&?~#+!$,;'@()*[]")  # escapes that are there stay
     return system, system._strip_protocol(url)
+
+
+def turn_hub_off() -> None:
+    """Keeps packages that ask the hub by themselves from doing so. Data at hf:// are still read."""
+    if _OFFLINE not in os.environ:
+        os.environ[_OFFLINE] = os.environ[_OURS] = "1"
 
 
 @functools.cache
@@ -58,7 +74,7 @@ def _opened(scheme: str) -> Any:
         "trust_env": True,
         "timeout": aiohttp.ClientTimeout(total=None, sock_connect=SECONDS / 2),
     }
-    return fsspec.filesystem("http", client_kwargs=client)
+    return fsspec.filesystem("http", client_kwargs=client, encoded=True)
 
 
 os.register_at_fork(after_in_child=_opened.cache_clear)
@@ -73,13 +89,33 @@ def call(system: Any, method: str, *arguments: Any, limit: float | None = None, 
     return sync(system.loop, getattr(system, f"_{method}"), *arguments, timeout=limit or SECONDS, **options)
 
 
+def ranged(system: Any, url: str, start: int, stop: int, size: int, headers: Mapping[str, str]) -> bytes:
+    """Returns the bytes [start, stop) of a file of `size` bytes on a web server.
+
+    Raises UserError, before the answer is read, if the server does not answer with ranges.
+    """
+
+    async def request() -> bytes:
+        session = await system.set_session()
+        given = {**headers, "Range": f"bytes={start}-{stop - 1}"}
+        async with session.get(system.encode_url(url), headers=given) as answer:
+            system._raise_not_found_for_status(answer, url)
+            if answer.status != 206 and (start, stop) != (0, size):
+                raise UserError(f"{without_secrets(url)}: the server does not answer with ranges of a file; {COPY}")
+            return await answer.read()
+
+    from fsspec.asyn import sync
+
+    return sync(system.loop, request, timeout=SECONDS)
+
+
 def patiently(url: str, call: Callable[[], T]) -> T:
     """Returns `call()`. Repeats it after an error that may pass, at most TRIES times, and waits longer each time.
 
     Raises:
       UserError: the last reason, or a reason that will not pass.
     """
-    tried = 0
+    tried, url = 0, without_secrets(url)
     while True:
         tried += 1
         try:

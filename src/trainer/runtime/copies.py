@@ -1,5 +1,6 @@
 """A folder of bounded size with copies of remote files. The least recently used copies make room for others."""
 
+import contextlib
 import fcntl
 import hashlib
 import io
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from trainer.runtime.remote import RemoteFile
 
 
+_ENDS = 1 << 16  # bytes at each end of a file, to identify its content
+
+
 @dataclass(frozen=True)
 class Copies:
     """The copies in `folder`, of at most `most` bytes in total. Several processes may use it."""
@@ -30,12 +34,14 @@ class Copies:
 
         Raises UserError if the copy does not fit or cannot be written.
         """
-        content = file.content or repr((file.address, file.size, *file.marks.items()))
-        path = self.folder / hashlib.sha256(content.encode()).hexdigest()[:16] / file.name
-        if found := _opened(path, file.size):
-            return found
-        self.check(file)
+        digest = hashlib.sha256((file.content or repr((file.url, file.size, *file.marks.items()))).encode())
+        if file.content is None:  # the marks may be equal for different contents
+            digest.update(file.ends(_ENDS))
+        path = self.folder / digest.hexdigest()[:16] / file.name
         try:
+            if found := _opened(path, file.size):
+                return found
+            self.check(file)
             self.folder.mkdir(parents=True, exist_ok=True)
             with lock_file(self.folder / ".lock", wait=True):  # type: ignore[union-attr]
                 if found := _opened(path, file.size):
@@ -43,9 +49,13 @@ class Copies:
                 self._make_room(file)
                 path.parent.mkdir(exist_ok=True)
                 part = self.folder / ".part"
-                with part.open("wb") as copy:
-                    for block in file.blocks(0, file.size):
-                        copy.write(block)
+                try:
+                    with part.open("wb") as copy:
+                        for block in file.blocks(0, file.size):
+                            copy.write(block)
+                except BaseException:
+                    part.unlink(missing_ok=True)
+                    raise
                 os.utime(part, ns=(time.time_ns(), 0))  # equal for equal copies, because `datasets` reads this time
                 part.replace(path)
                 found = _opened(path, file.size)
@@ -73,18 +83,19 @@ class Copies:
         for path in sorted(sizes, key=lambda path: sizes[path].st_atime_ns):
             if total + file.size <= self.most:
                 return
-            with path.open("rb") as copy:
+            with path.open("r+b") as copy:  # on NFS, an exclusive lock needs a file that is open for writing
                 try:
                     fcntl.flock(copy, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
                     continue  # somebody reads it
                 path.unlink()
+            with contextlib.suppress(OSError):  # on NFS, a file that somebody has open stays
                 path.parent.rmdir()
             total -= sizes[path].st_size
         if total + file.size > self.most:
             raise UserError(
                 f"{file} has {sized(file.size)}, and copies of remote files that are being read take {sized(total)} of "
-                f"the {sized(self.most)} in {self.folder}; raise remote_copies_gib"
+                f"the {sized(self.most)} in {self.folder}; raise remote_copies_gib, or set a smaller prepare_workers"
             )
 
 
@@ -106,5 +117,6 @@ def _opened(path: Path, size: int) -> io.FileIO | None:
     if not stat.st_nlink or stat.st_size != size:
         copy.close()
         return None
-    os.utime(path, ns=(time.time_ns(), stat.st_mtime_ns))
+    with contextlib.suppress(OSError):  # another user's
+        os.utime(path, ns=(time.time_ns(), stat.st_mtime_ns))
     return copy

@@ -3,8 +3,11 @@
 A `RemoteFile` has the methods of pathlib.Path that the readers of data use, so that they read both kinds of files.
 """
 
+import errno
 import glob
 import io
+import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -12,9 +15,11 @@ from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+from fsspec.utils import glob_translate
+
 from trainer.config.errors import UserError
-from trainer.config.paths import local_path
-from trainer.runtime.attempts import COPY, LISTING, call, is_http, later, patiently, status_of, system_of
+from trainer.config.paths import local_path, without_secrets
+from trainer.runtime.attempts import COPY, LISTING, call, is_http, later, patiently, ranged, status_of, system_of
 from trainer.runtime.copies import Copies
 
 T = TypeVar("T")
@@ -45,7 +50,7 @@ class RemoteFile:
     copies: Copies = field(compare=False)
 
     def __str__(self) -> str:
-        return self.url
+        return without_secrets(self.url)
 
     @property
     def name(self) -> str:
@@ -59,14 +64,16 @@ class RemoteFile:
 
     @property
     def address(self) -> str:
-        """The URL without its query, which often holds a signature that expires."""
-        return self.url.partition("?")[0] if is_http(self.url) else self.url
+        """The URL without its query, which often holds a signature that expires, and without a password."""
+        return without_secrets(self.url).removesuffix("?...")
 
     @property
     def content(self) -> str | None:
         """A text that differs between contents at this address; None if the file system has none."""
-        found = next((f"{name} {self.marks[name]}" for name in _CONTENTS if name in self.marks), "W/")
-        return None if "W/" in found else f"{self.address}\0{self.size}\0{found}"
+        name = next((name for name in _CONTENTS if name in self.marks), None)
+        if name is None or self.marks[name].startswith("W/"):  # a weak mark
+            return None
+        return f"{self.address}\0{self.size}\0{name} {self.marks[name]}"
 
     def stat(self) -> Any:
         """Returns the size as `st_size`."""
@@ -79,6 +86,11 @@ class RemoteFile:
         if not buffering:
             return _Reader(self, None)
         return io.BufferedReader(_Reader(self, self.size if stop is None else min(stop, self.size)), _BUFFER)
+
+    def ends(self, most: int) -> bytes:
+        """Returns up to `most` bytes of the beginning and of the end."""
+        first = min(most, self.size)
+        return self._fetch(0, first) + self._fetch(max(first, self.size - most), self.size) if first else b""
 
     def read_bytes(self) -> bytes:
         """Returns the content."""
@@ -98,7 +110,7 @@ class RemoteFile:
             start, size = start + len(data), min(2 * size, _BLOCK)
             if start < stop:
                 ahead = later(self._fetch, start, min(start + size, stop))
-            elif many and stop == self.size:
+            elif many:
                 self.check()  # a change since the file was opened
             yield data
 
@@ -109,12 +121,14 @@ class RemoteFile:
         changes = [("size", self.size, now.size), (name, self.marks.get(name), now.marks.get(name))]
         if changed := [f"{what} {before} -> {after}" for what, before, after in changes if before != after]:
             raise UserError(
-                f"{self.url} changed while it was read: {', '.join(changed)}; put the former file there again, or "
+                f"{self} changed while it was read: {', '.join(changed)}; put the former file there again, or "
                 "start a new run with the new one"
             )
 
     def _fetch(self, start: int, stop: int) -> bytes:
         """Returns the bytes [start, stop)."""
+        if start == stop:
+            return b""
         system, path = system_of(self.url)
         options: dict[str, Any] = {} if system.async_impl else {"cache_type": "none"}
         if is_http(self.url) and self.content and "ETag" in self.marks:
@@ -122,14 +136,15 @@ class RemoteFile:
 
         def fetch() -> bytes:
             try:
-                data = call(system, "cat_file", path, start=start, end=stop, **options)
+                if is_http(self.url):
+                    data = ranged(system, path, start, stop, self.size, options.get("headers", {}))
+                else:
+                    data = call(system, "cat_file", path, start=start, end=stop, **options)
             except Exception as error:
                 if status_of(error) in (412, 416):
                     self.check()
                     options.pop("headers", None)  # the server compares in another way
                 raise
-            if len(data) > stop - start:
-                raise UserError(f"{self.url}: the server does not answer with ranges of a file; {COPY}")
             if len(data) < stop - start:
                 self.check()
                 raise ConnectionError(f"answers with {len(data)} of {stop - start} bytes")
@@ -157,8 +172,11 @@ class _Reader(io.RawIOBase):
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + (0, self._at, self._file.size)[whence]
-        return self._at
+        at = offset + (0, self._at, self._file.size)[whence]
+        if at < 0:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        self._at = at
+        return at
 
     def readinto(self, buffer: Any) -> int:
         stop = min(self._at + len(buffer), self._file.size)
@@ -200,18 +218,57 @@ def data_files(pattern: str, copies: Copies) -> list[Any]:
     if "://" not in pattern:
         paths = map(Path, glob.glob(str(local_path(pattern)), recursive=True))
         return sorted(path for path in paths if path.is_file())
-    if not glob.has_magic(pattern.replace("?", "") if is_http(pattern) else pattern):
+    path = pattern.partition("://")[2].partition("/")[2]
+    if not glob.has_magic(path.partition("?")[0] if is_http(pattern) else path):
         return [_found(pattern, copies)]
-    system, path = system_of(pattern)
-    found = patiently(pattern, lambda: call(system, "glob", path, limit=LISTING, detail=True))
-    scheme = pattern.partition("://")[0]
-    urls = {
-        name if "://" in name else f"{scheme}://{name.lstrip('/')}": info
-        for name, info in found.items()
-        if info["type"] == "file"
-    }
+    urls = _matching(pattern)
     with ThreadPoolExecutor(_TOGETHER) as pool:
-        return sorted(pool.map(lambda url: _of_info(url, urls[url], copies) or _found(url, copies), urls))
+        found = pool.map(lambda url: _of_info(url, urls[url], copies) or _found(url, copies), urls)
+        return sorted(found, key=lambda file: file.url.split("/"))  # as paths are sorted
+
+
+def _matching(pattern: str) -> dict[str, Mapping[str, Any]]:
+    """Returns what the server tells of each file that a glob matches, by URL. Like `glob`, leaves out hidden names."""
+    if is_http(pattern) and "?" in pattern:
+        raise UserError(f"{without_secrets(pattern)}: a glob cannot have a query; name each file")
+    parts = pattern.split("/")
+    plain = next(i for i, part in enumerate(parts) if i > 2 and glob.has_magic(part))
+    depth = None if "**" in pattern else len(parts) - plain
+    matches = re.compile(glob_translate(pattern)).fullmatch
+    # Hidden names match only parts that begin with a dot, too.
+    hidden = {
+        "directory": any(part.startswith(".") for part in parts[plain:-1]),
+        "file": parts[-1].startswith("."),
+    }
+    found: dict[str, Mapping[str, Any]] = {}
+    folders = [("/".join(parts[:plain]), depth)]
+    while folders:
+        folder, left = folders.pop()
+        for url, info in _entries(folder):
+            if url.rpartition("/")[2].startswith(".") and not hidden[info["type"]]:
+                continue
+            if info["type"] == "directory" and (left is None or left > 1):
+                folders.append((url, left and left - 1))
+            elif info["type"] == "file" and matches(url):
+                found[url] = info
+    return found
+
+
+def _entries(folder: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yields the URLs in a folder, each with what the server tells of it."""
+    system, path = system_of(f"{folder}/" if is_http(folder) else folder)
+    scheme = folder.partition("://")[0]
+    for info in patiently(folder, lambda: call(system, "ls", path, limit=LISTING, detail=True)):
+        name = info["name"].rstrip("/")
+        url = name if "://" in name else f"{scheme}://{name.lstrip('/')}"
+        if url.rpartition("/")[0] == folder and url != folder:
+            yield url, info
+
+
+def folders_in(url: str) -> list[str]:
+    """Returns the names of the folders in a folder, sorted, without hidden ones."""
+    found = (one.rpartition("/")[2] for one, info in _entries(url.rstrip("/")) if info["type"] == "directory")
+    return sorted(name for name in found if not name.startswith("."))
 
 
 def data_file(text: str, copies: Copies) -> Any:
@@ -233,10 +290,12 @@ def _found(url: str, copies: Copies) -> RemoteFile:
     fresh = {"refresh": True, "expand_info": True} if url.startswith("hf://") else {}
     info = patiently(url, lambda: call(system, "info", path, **fresh))
     if info.get("type") == "directory":
-        raise UserError(f"{url} is a folder; name its files, such as {url.rstrip('/')}/*")
+        raise UserError(
+            f"{without_secrets(url)} is a folder; name its files, as in {without_secrets(url).rstrip('/')}/*"
+        )
     if file := _of_info(url, info, copies, marked=False):
         return file
-    raise UserError(f"{url}: the server does not tell the size of the file; {COPY}")
+    raise UserError(f"{without_secrets(url)}: the server does not tell the size of the file; {COPY}")
 
 
 def _of_info(url: str, info: Mapping[str, Any], copies: Copies, marked: bool = True) -> RemoteFile | None:

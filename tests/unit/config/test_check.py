@@ -25,7 +25,7 @@ MMAP = "dataset_type=grain grain_train_files=x grain_file_type=mmap"
         ("run_name=a\x1b[2Jb", "without / or control characters"),
         ("base_output_directory=s3://bucket/x", "only gs:// is supported for remote paths"),
         ("load_parameters_path=az://bucket/x", "only gs:// is supported for remote paths"),
-        ("dataset_type=tfds dataset_name=x dataset_path=s3://bucket/x", "remote paths are not supported yet"),
+        ("dataset_type=tfds dataset_name=x dataset_path=ftp://bucket/x", "data are read from gs://"),
         ("data_cache_directory=gs://bucket/x", "remote paths are not supported yet"),
         ("process_id=0", "give all three or none"),
         ("coordinator_address=a:1 num_processes=2", "give all three or none"),

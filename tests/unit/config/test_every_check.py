@@ -269,7 +269,7 @@ CASES = {
 }
 # Paths: with a character that no file system takes, and on another machine.
 KINDS = {"dataset": "tfds", "grain": "grain", "hf": "hf"}
-for key in (*paths_of(Place.LOCAL, Place.DATA), "dataset_path"):
+for key in paths_of(Place.LOCAL, Place.DATA):
     kind = {"dataset_type": KINDS.get(key.partition("_")[0], "stdlib"), "use_sft": True}
     scheme = "az" if key in paths_of(Place.DATA) else "s3"
     CASES[key] = [kind | {key: f"{scheme}://b/x"}, {key: "a\0"}]

@@ -1,12 +1,15 @@
 """Data files on a web server: the same rows as of local files, few bytes, bounded copies, and errors in one message."""
 
 import gzip
+import http.server
 import itertools
 import json
+import os
 import pickle
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,13 +19,14 @@ import fsspec
 import numpy as np
 import pytest
 from megatron_files import documents_of, write_indexed
-from sample_data import config_of, opened, say_nothing, write_corpus, write_records
+from sample_data import config_of, opened, say_nothing, write_corpus, write_records, write_tfds
 from slow_server import FAULTS, SlowServer, served
 from stream_cases import WAYS, assert_same, batches
 
 from trainer.config.errors import UserError
 from trainer.config.load import load
 from trainer.data import corpus as corpora_of_files
+from trainer.data.dataset import open_dataset
 from trainer.data.sources import open_source
 from trainer.runtime import attempts, remote
 from trainer.runtime.copies import Copies
@@ -170,9 +174,9 @@ def test_reading_a_range_requests_little_after_its_end(server: SlowServer, root:
 def test_pieces_of_files_are_requested_once(server: SlowServer, root: Path, tmp_path: Path, kind: str):
     source = open_source(config_of(tmp_path, **keys_of(kind, f"{server.url}/{kind}/*")))
     (corpus,), size = source.train, sum(path.stat().st_size for path in (root / kind).iterdir())
-    groups = corpus.pieces(size // 4)
-    assert [len(pieces) for pieces in groups] == [1] * 4
-    records = [record.values for pieces in groups for record in corpus.records(pieces=pieces)]
+    pieces = [*corpus.pieces(size // 4)]
+    assert len(pieces) == 4
+    records = [record.values for piece in pieces for record in corpus.records(pieces=[piece])]
     assert records == [record.values for record in corpus.records()]
     assert server.sent <= 2 * 1.1 * size
 
@@ -430,7 +434,7 @@ def test_the_hub_is_not_asked_against_the_users_will(tmp_path: Path, monkeypatch
         ("dataset_type=grain grain_train_files=az://a/b", "data are read from gs://, s3://, hf://, http://, https://"),
         ("dataset_type=grain grain_train_files=/a/*.jsonl,1;ftp://a/b,2", "data are read from gs://"),
         ("dataset_type=hf hf_path=json hf_train_files=gs://", "nothing follows the scheme"),
-        ("dataset_type=tfds dataset_name=x dataset_path=gs://a", "not supported yet for TFDS; .*dataset_type=grain"),
+        ("dataset_type=tfds dataset_name=x dataset_path=az://a", "data are read from gs://"),
     ],
 )
 def test_urls_that_are_refused_without_a_request(words: str, problem: str):
@@ -443,6 +447,28 @@ def test_a_configuration_is_read_without_a_request():
     config = load(["dataset_type=grain", *(f"{key}={value}" for key, value in urls.items())]).config
     assert config.grain_train_files == urls["grain_train_files"]
     load(["dataset_type=grain", "grain_train_mixture_config_path=http://127.0.0.1:1/mixture.json"])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_tfds_folder_at_a_url(own: SlowServer, tmp_path: Path, way: str):
+    write_tfds(own.root)
+    keys = {"dataset_type": "tfds", "tokenizer_type": "bytes", "data_pipeline": way, "eval_interval": 1}
+    split = {"train_split": "train[2:13]", "eval_split": "validation"}
+    near = opened(tmp_path / "near", **keys, **split, dataset_path=own.root, dataset_name="tiny/made:1.2.3")
+    lines: list[str] = []
+    far = config_of(tmp_path / "far", **keys, **split, dataset_path=f"{own.url}/", dataset_name="tiny/made")
+    dataset = open_dataset(far, lines.append)
+    for (left, _), (right, _) in zip(batches(near, 5), batches(dataset, 5), strict=True):
+        assert all((left[name] == right[name]).all() for name in left)
+    both = [one.evaluation.rows(np.arange(one.evaluation.size)) for one in (near, dataset)]
+    assert all((both[0][name] == both[1][name]).all() for name in both[0])
+    assert sum("cannot be read by ranges" in line for line in lines) == 2
+    for name, message in (
+        ("tiny/made:9.9.9", "there is no such file"),
+        ("tiny", "holds made; write name:version"),
+    ):
+        with pytest.raises(UserError, match=message):
+            opened(tmp_path / "far", **keys, dataset_path=own.url, dataset_name=name)
 
 
 def test_a_mixture_at_a_url(server: SlowServer, own: SlowServer, tmp_path: Path):
@@ -495,3 +521,133 @@ def test_a_remote_file_is_like_a_path(server: SlowServer, root: Path, tmp_path: 
             assert there.seek(at, whence) == here.seek(at, whence)
             assert there.read(count) == here.read(count)
         assert there.readline() == here.readline() == b""
+
+
+def test_a_folder_that_is_not_listed_at_once_is_not_left_out(own: SlowServer, tmp_path: Path):
+    for name in ("a", "b", "c"):
+        write_corpus(own.root / name, "jsonl", 9)
+    own.listing = iter(["reset", "", "503", "reset", "reset", "late", "503"])
+    found = data_files(f"{own.url}/*/*.jsonl", copies(tmp_path))
+    assert [file.url.removeprefix(own.url) for file in found] == [
+        f"/{name}/{j}.jsonl" for name in "abc" for j in range(3)
+    ]
+    own.listing = itertools.repeat("503")
+    with pytest.raises(UserError, match="answers 503, the last of 5 attempts"):
+        data_files(f"{own.url}/*/*.jsonl", copies(tmp_path))
+
+
+@pytest.mark.parametrize("pattern", ["*/*.jsonl", "**/*.jsonl", "w*/?.jsonl", "web/[0-9].jsonl", "web/.*", "**/.*"])
+def test_patterns_find_the_same_files_in_the_same_order(own: SlowServer, tmp_path: Path, pattern: str):
+    for name in ("web", "web-2", "web.old", "web/deep/er", ".hidden"):
+        (own.root / name).mkdir(parents=True, exist_ok=True)
+        for file in ("0.jsonl", "1.jsonl", ".2.jsonl", "a b.jsonl"):
+            (own.root / name / file).write_text("{}\n")
+    pattern_of_url = pattern
+    if "?" in pattern:
+        with pytest.raises(UserError, match="a glob cannot have a query"):
+            data_files(f"{own.url}/{pattern}", copies(tmp_path))
+        return
+    near = [str(path.relative_to(own.root)) for path in data_files(f"{own.root}/{pattern}", copies(tmp_path))]
+    far = data_files(f"{own.url}/{pattern_of_url}", copies(tmp_path))
+    assert [file.url.removeprefix(f"{own.url}/").replace("%20", " ") for file in far] == near
+    assert near
+
+
+def test_a_server_without_ranges_is_refused_before_it_has_sent_all(own: SlowServer, tmp_path: Path):
+    (own.root / "a.jsonl").write_bytes(b'{"text": "x"}\n' * 10_000_000)
+    own.ranges = False
+    with pytest.raises(UserError, match="does not answer with ranges of a file"):
+        opened(tmp_path, **keys_of("jsonl", f"{own.url}/a.jsonl"))
+
+
+def test_secrets_of_a_url_are_not_shown(own: SlowServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    write_corpus(own.root / "a", "jsonl")
+    url = own.url.replace("http://", "http://user:password@") + "/a/0.jsonl?signature=hunter2"
+    own.fail(["503", "503"])
+    lines: list[str] = []
+    dataset = open_dataset(config_of(tmp_path / "cache", **keys_of("jsonl", url)), lines.append)
+    written = [path.read_text() for path in (tmp_path / "cache").rglob("meta.json")]
+    shown = "".join([str(dataset), *lines, *written, *capfd.readouterr()])
+    assert "0.jsonl?..." in shown
+    assert "hunter2" not in shown
+    assert "password" not in shown
+    with pytest.raises(UserError) as caught:
+        opened(tmp_path / "cache", **keys_of("jsonl", url.replace("0.jsonl", "none.jsonl")))
+    assert "hunter2" not in str(caught.value)
+
+
+def test_copies_of_urls_that_differ_in_the_query_differ(tmp_path: Path):
+    class ByQuery(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            data = gzip.compress(json.dumps({"text": self.path[-1] * 50}).encode(), mtime=0)
+            start, _, stop = self.headers.get("Range", "bytes=0-999").removeprefix("bytes=").partition("-")
+            part = data[int(start) : int(stop) + 1]
+            self.send_response(206)
+            self.send_header("Content-Range", f"bytes {start}-{stop}/{len(data)}")
+            self.send_header("Content-Length", str(len(data if self.command == "HEAD" else part)))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(part)
+
+        do_HEAD = do_GET
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), ByQuery) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}/get.jsonl.gz?id="
+        for number in "12":
+            (part,) = parts_of(tmp_path, "jsonl", url + number)
+            assert [values for _, _, values in read(part)] == [(number * 50,)]
+        server.shutdown()
+
+
+def test_escapes_in_a_query_reach_the_server(own: SlowServer, tmp_path: Path):
+    (own.root / "a b.jsonl").write_text("{}\n")
+    (file,) = data_files(f"{own.url}/a b.jsonl?x=a%2Fb%2Cc", copies(tmp_path))
+    assert file.read_bytes() == b"{}\n"
+    assert {path for _, path, _ in own.requests} == {"/a%20b.jsonl?x=a%2Fb%2Cc"}
+
+
+def test_a_checksum_may_contain_the_mark_of_weak_etags():
+    marked = RemoteFile("gs://b/x", 3, {"md5Hash": "1B2M2Y8AsgTpgAmW/hCfg=="}, None)  # type: ignore[arg-type]
+    assert marked.content
+    assert RemoteFile("http://b/x", 3, {"ETag": 'W/"1"'}, None).content is None  # type: ignore[arg-type]
+
+
+def test_megatron_files_of_a_mixture_at_a_url(own: SlowServer, tmp_path: Path):
+    for name in ("a", "b"):
+        write_indexed(own.root / name, [[ids] for ids in documents_of(40, seed=ord(name))], "u2")
+    mixture = {name: {"path": f"{own.url}/{name}", "weight": 1} for name in ("a", "b")}
+    (own.root / "mixture.json").write_text(json.dumps(mixture))
+    keys = {"dataset_type": "grain", "grain_file_type": "mmap", "eval_interval": -1}
+    dataset = opened(tmp_path, **keys, grain_train_mixture_config_path=f"{own.url}/mixture.json")
+    assert [component.share for component in dataset.mixture] == [0.5, 0.5]
+
+
+def test_large_copies_are_counted_one_after_the_other(server: SlowServer, root: Path, tmp_path: Path):
+    size = max(path.stat().st_size for path in (root / "arrayrecord").iterdir())
+    keys = keys_of("arrayrecord", f"{server.url}/arrayrecord/*") | {"remote_copies_gib": 1.5 * size / 2**30}
+    keys |= {"prepare_part_mib": size / 3 / 2**20, "prepare_workers": 1}
+    near = opened(tmp_path / "near", **keys | {"grain_train_files": f"{root}/arrayrecord/*"})
+    far = opened(tmp_path / "far", **keys)
+    for (left, _), (right, _) in zip(batches(near, 5), batches(far, 5), strict=True):
+        assert all((left[name] == right[name]).all() for name in left)
+
+
+def test_data_on_the_hub_are_read_after_the_hub_was_turned_off(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.delenv("TRAINER_TURNED_HUB_OFF", raising=False)
+    monkeypatch.setattr(attempts, "_opened", lambda scheme: fsspec.filesystem("memory"))
+    attempts.turn_hub_off()
+    attempts.turn_hub_off()
+    assert attempts.system_of("hf://datasets/a/b")[1]
+    for name in ("HF_HUB_OFFLINE", "TRAINER_TURNED_HUB_OFF"):
+        os.environ.pop(name)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    attempts.turn_hub_off()
+    with pytest.raises(UserError, match="HF_HUB_OFFLINE forbids"):
+        attempts.system_of("hf://datasets/a/b")

@@ -15,7 +15,8 @@ from trainer.data.corpus import Corpus, file_fingerprint
 from trainer.data.documents import Counts, Encoder, Record, is_held_out
 from trainer.data.example_proto import parse_example
 from trainer.data.readers import ArrayRecordPart, JsonlPart, ParquetPart, TfrecordPart
-from trainer.data.sources import open_source, tfds_folder
+from trainer.data.sources import open_source
+from trainer.data.tfds import tfds_folder
 
 
 def source_of(tmp_path: Path, **keys):

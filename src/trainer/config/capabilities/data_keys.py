@@ -8,7 +8,7 @@ from typing import Any
 from trainer.config.capabilities.chat_keys import METHODS, columns_problem, functions_problem
 from trainer.config.capabilities.preference_keys import pair_columns_problem
 from trainer.config.capabilities.token_keys import token_files
-from trainer.config.errors import Unbuilt, UserError, shortened
+from trainer.config.errors import UserError, shortened
 from trainer.config.files import DEFAULT
 from trainer.config.json_files import read_object
 from trainer.config.key_rows import Check, Inert, Place, Problem, Resume, Row, left_out, only_if, refused
@@ -70,6 +70,7 @@ def parse_mixture(files: str, config_path: Any) -> list[tuple[str, Fraction]]:
             value = Fraction(0)
         if not pattern or value <= 0:
             braces = " (a comma separates a weight; braces are not expanded)" if "{" in files else ""
+            braces = " (in a URL, write %2C for a comma and %3B for a semicolon)" if "://" in files else braces
             raise UserError(
                 f"{shortened(pattern or files)!r} with weight {shortened(weight)!r} is not a valid part of a "
                 f"mixture{braces}; write glob,weight;glob,weight with positive weights"
@@ -184,15 +185,6 @@ def _grain_eval_files(config: Config) -> str | None:
     return None
 
 
-def _dataset_path(config: Config) -> str | None:
-    if "://" not in config.dataset_path or config.dataset_type != "tfds":
-        return None
-    return Unbuilt(
-        "remote paths are not supported yet for TFDS; copy the folder to this machine, or read its shards with "
-        "dataset_type=grain, such as grain_train_files=gs://bucket/c4/en/3.0.1/*-train.array_record*"
-    )
-
-
 def _columns(key: str) -> Problem:
     def problem(config: Config) -> str | None:
         return (pair_columns_problem if config.use_dpo else columns_problem)(config, key)
@@ -249,9 +241,12 @@ ROWS = (
         step=False,
     ),
     Row(("hf_path", "tokenizer_path"), step=False, path=Place.LOCAL),
-    Row(("grain_train_files", "grain_train_mixture_config_path", "hf_train_files"), step=False, path=Place.DATA),
-    # dataset_path has a check of its scheme; the others are relative to another path.
-    Row(("dataset_path", "dataset_name", "hf_name", "hf_data_dir"), step=False, path=Place.ANY),
+    Row(
+        ("grain_train_files", "grain_train_mixture_config_path", "hf_train_files", "dataset_path"),
+        step=False,
+        path=Place.DATA,
+    ),
+    Row(("dataset_name", "hf_name", "hf_data_dir"), step=False, path=Place.ANY),  # relative to another path
     Row(("document_filter",), step=False, code=True),
     Row(tuple(key for key in FILTERS if key != "document_filter"), step=False),
     Row(("eval_split", "eval_data_columns", "tokenize_eval_data", "hf_eval_split"), Resume.AROUND, step=False),
@@ -275,7 +270,6 @@ CHECKS: tuple[Check, ...] = (
     (("dataset_type", "hf_path"), _demands("hf", "hf_path")),
     (("dataset_type", "grain_train_files", "grain_train_mixture_config_path"), _grain_files),
     (("grain_eval_files",), _grain_eval_files),
-    (("dataset_path",), _dataset_path),
     refused(
         ("hf_data_dir",),
         lambda c: c.dataset_type == "hf" and "://" in c.hf_data_dir,
