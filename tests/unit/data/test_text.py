@@ -137,7 +137,7 @@ def test_lone_surrogates_of_every_format_are_replaced_and_counted(tmp_path: Path
 def test_lone_surrogates_of_tfds_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write_tfds(tmp_path / "data", 3)
     broken = b"before " + b"\xed\xa0\x80"
-    parse = "trainer.data.sources._TfdsParser.__call__"
+    parse = "trainer.data.tfds._TfdsParser.__call__"
     monkeypatch.setattr(parse, lambda self, data: {"text": broken})
     keys = {"dataset_type": "tfds", "dataset_path": tmp_path / "data", "dataset_name": "tiny/made"}
     _, lines = lines_of(tmp_path / "cache", **keys, eval_interval=1)
