@@ -31,7 +31,8 @@ import tokenizers  # noqa: F401, too
 from trainer.chat.template import Template
 from trainer.config.errors import UserError
 from trainer.data.chat_files import ChatTemplate
-from trainer.data.readers import JsonlPart, ParquetPart
+from trainer.data.readers import JsonlPart
+from trainer.data.tables import ParquetPart
 from trainer.data.tokenizer_files import load_tokenizer
 from trainer.data.unpacked import check_unpacked
 from trainer.leaves.gguf_file import read_gguf

@@ -10,7 +10,8 @@ from trainer.config.errors import UserError, nearest
 from trainer.config.paths import local_path
 from trainer.data.corpus import Corpus, file_fingerprint
 from trainer.data.hf_files import mended_table
-from trainer.data.readers import Columns, NoColumn, TablePart, arrow_errors
+from trainer.data.readers import Columns, NoColumn
+from trainer.data.tables import TablePart, arrow_errors
 from trainer.data.unpacked import check_unpacked
 from trainer.runtime.attempts import turn_hub_off
 from trainer.runtime.folders import check_folder

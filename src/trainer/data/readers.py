@@ -1,4 +1,4 @@
-"""Readers for files of records, one class per format: in order from any position, and by index if the format allows.
+"""Readers for records: the interface, and text formats. In order from any position, and by index if a format allows.
 
 A *cursor* is the position from which to resume: a byte offset in JSONL and TFRecord files, otherwise a record number.
 Parts can be cut at some cursors (`cuts`), to be read by several processes.
@@ -6,32 +6,23 @@ Parts can be cut at some cursors (`cuts`), to be read by several processes.
 
 import codecs
 import contextlib
-import functools
 import gzip
-import io
-import itertools
 import json
-import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-
-from trainer.config.errors import UserError, shortened
-from trainer.config.limits import FILE_BYTES, TEXT_BYTES, UNPACKED_BYTES, UNPACKED_RATIO
-from trainer.data.arrow import restored, restored_columns, rows_of
+from trainer.config.errors import UserError
+from trainer.config.limits import TEXT_BYTES, UNPACKED_BYTES, UNPACKED_RATIO
 from trainer.data.documents import Location, Record
 from trainer.data.text import GZIP, encoding_hint
-from trainer.data.unpacked import rows_at_once
 from trainer.runtime.attempts import later
-from trainer.runtime.crc32c import masked_crc32c
 from trainer.runtime.remote import RemoteFile
 
 Columns = tuple[str, ...]
-_CHUNK = 256  # records to read at once
+CHUNK = 256  # records to read at once
 _EXPECTED = 1 << 22  # bytes of the largest text file that is requested before it is read
 _BLOCK = 1 << 20  # bytes to read at once of a line that is skipped
 
@@ -178,7 +169,7 @@ class JsonlPart(FilePart):
     def cuts(self, count: int) -> list[int]:
         with self.path.open("rb", buffering=0) as file:
             compressed = file.read(len(GZIP)) == GZIP
-        return [] if compressed else _even_cuts(self.weight, count)
+        return [] if compressed else even_cuts(self.weight, count)
 
     def read(self, cursor: int = 0, stop: int | None = None) -> Iterator[tuple[int, float, Record]]:
         with damaged_file(self.path, (OSError, EOFError, zlib.error)), opened(self.path, stop) as file:
@@ -208,239 +199,9 @@ class JsonlPart(FilePart):
                 yield cursor, read / self.weight, self.pick(values, where)
 
 
-class ParquetPart(FilePart):
-    """A Parquet file."""
-
-    def __init__(self, path: Any, columns: Columns):
-        super().__init__(path, columns)
-        import pyarrow
-
-        self._metadata: Any = None
-        if isinstance(path, RemoteFile):
-            with self._errors(pyarrow):
-                self._metadata = _remote_metadata(path)
-        with self._errors(pyarrow), self._open() as file:
-            names, self._rows = file.schema_arrow.names, file.metadata.num_rows
-            self.restores = bool(restored_columns(file.schema_arrow, json=True).keys() & {*columns})
-            groups = range(file.metadata.num_row_groups)
-            self._groups = [file.metadata.row_group(i).num_rows for i in groups]
-            self._sizes = [file.metadata.row_group(i).total_byte_size for i in groups]
-            # Looking at the pages of a remote file takes a request for each column of each row group.
-            self._chunk = 0 if self._metadata else rows_at_once(path, file.metadata, columns, _CHUNK)
-        pick(dict.fromkeys(names), columns, self.name)
-
-    def cuts(self, count: int) -> list[int]:
-        ends, sizes = np.cumsum(self._groups), np.cumsum(self._sizes)
-        if not self._groups:
-            return []
-        wanted = [sizes[-1] * i // count for i in range(1, count)]
-        return sorted({int(end) for end in ends[np.searchsorted(sizes, wanted)]} - {0, self._rows})
-
-    def _open(self):
-        import pyarrow.parquet
-
-        if not isinstance(self.path, RemoteFile):
-            return pyarrow.parquet.ParquetFile(self.path, page_checksum_verification=True)
-        # `pre_buffer` would request all row groups at once.
-        return pyarrow.parquet.ParquetFile(
-            self.path.open(buffering=0), metadata=self._metadata, pre_buffer=False, page_checksum_verification=True
-        )
-
-    def _errors(self, pyarrow: Any):
-        return damaged_file(self.path, (pyarrow.ArrowException, OSError))
-
-    def read(self, cursor: int = 0, stop: int | None = None) -> Iterator[tuple[int, float, Record]]:
-        import pyarrow
-
-        first, at = 0, 0
-        while first < len(self._groups) and at + self._groups[first] <= cursor:
-            at, first = at + self._groups[first], first + 1
-        self._chunk = self._chunk or rows_at_once(self.path, self._metadata, self.columns, _CHUNK)
-        with self._errors(pyarrow), self._open() as file:
-            ends = itertools.accumulate(self._groups)
-            last = sum(end <= (self._rows if stop is None else stop) for end in ends)  # pieces end with a row group
-            left, columns = list(range(first, last)), list(self.columns)
-            for batch in file.iter_batches(self._chunk, row_groups=left, columns=columns) if left else ():
-                for values in rows_of(batch) if at + len(batch) > cursor else [None] * len(batch):
-                    at += 1
-                    if at > cursor:
-                        yield at, at / self._rows, self.pick(values, Location(self.name, at, "row"))
-        if isinstance(self.path, RemoteFile):
-            self.path.check()
-
-
-def _remote_metadata(path: RemoteFile) -> Any:
-    """Returns the metadata of a Parquet file. pyarrow would request 64 KiB for them, and again at each opening."""
-    import pyarrow.parquet
-
-    with path.open(buffering=0) as file:
-        file.seek(max(0, path.size - 8))
-        end = file.read(8)
-        length = int.from_bytes(end[:4], "little") if end.endswith(b"PAR1") else 0
-        file.seek(max(0, path.size - 8 - min(length, FILE_BYTES)))
-        return pyarrow.parquet.read_metadata(io.BytesIO(b"PAR1" + file.read(8 + min(length, FILE_BYTES))))
-
-
-class ArrayRecordPart(FilePart):
-    """Records [start, stop) of an ArrayRecord file. `parse` turns a record into a dict."""
-
-    def __init__(
-        self, path: Any, columns: Columns, parse: Callable[[bytes], Any], start: int = 0, stop: int | None = None
-    ):
-        super().__init__(path, columns)
-        self._parse, self._start, self._given = parse, start, stop
-        self._reader: Any = None
-        self._copy: Any = None  # of a remote file, held open so that it stays
-        if not isinstance(path, RemoteFile):
-            len(self)  # raises for a damaged file
-        self._reader = None  # each process that reads opens a separate one
-
-    @functools.cached_property
-    def _stop(self) -> int:
-        with self._errors():
-            count = self._open().num_records()
-        if not count:
-            # The number of records is stored at the end of a file.
-            raise UserError(
-                f"{self.path} is damaged, truncated, or not an ArrayRecord file: no records can be read; "
-                "copy it or write it again"
-            )
-        if self._given is not None and self._given > count:
-            raise UserError(
-                f"{self.path} has {count} records, but dataset_info.json lists more; copy or prepare it again"
-            )
-        self._release()
-        return count if self._given is None else self._given
-
-    @property
-    def size(self) -> int:
-        if not self._start and self._given is None:
-            return self.weight
-        length = len(self)
-        with self._errors():
-            size = self.weight * length // self._open().num_records()
-        self._release()
-        return size
-
-    def __len__(self) -> int:
-        return self._stop - self._start
-
-    def __getitem__(self, index: int) -> Record:
-        with self._errors():
-            (data,) = self._open().read([self._start + index])
-        return self._record(data, index)
-
-    def cuts(self, count: int) -> list[int]:
-        return _even_cuts(len(self), count)
-
-    def read(self, cursor: int = 0, stop: int | None = None) -> Iterator[tuple[int, float, Record]]:
-        end = self._stop if stop is None else self._start + stop
-        try:
-            for first in range(self._start + cursor, end, _CHUNK):
-                with self._errors():
-                    chunk = self._open().read(list(range(first, min(first + _CHUNK, end))))
-                for index, data in enumerate(chunk, first - self._start):
-                    yield index + 1, (index + 1) / len(self), self._record(data, index)
-        finally:
-            self._release()
-
-    def _release(self) -> None:
-        """Closes a copy, so that others may take its place."""
-        if self._copy is not None:
-            self._reader = self._copy = None
-
-    def _record(self, data: bytes, index: int) -> Record:
-        return parsed(self._parse, data, self.columns, Location(self.name, self._start + index, "record"))
-
-    def _open(self) -> Any:
-        if self._reader is None:
-            from array_record.python.array_record_module import ArrayRecordReader
-
-            if isinstance(self.path, RemoteFile):
-                self._copy = self.path.copied()
-            path = self._copy.name if self._copy else str(self.path)
-            self._reader = ArrayRecordReader(path, "readahead_buffer_size:0,max_parallelism:0")
-        return self._reader
-
-    def _errors(self):
-        return damaged_file(self.path, (RuntimeError, ValueError, IndexError, OSError))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_reader": None, "_copy": None}
-
-
-class TfrecordPart(FilePart):
-    """A TFRecord file. The lengths and checksums in it are checked."""
-
-    def __init__(self, path: Any, columns: Columns, parse: Callable[[bytes], Any]):
-        super().__init__(path, columns)
-        self._parse = parse
-
-    def read(self, cursor: int = 0, stop: int | None = None) -> Iterator[tuple[int, float, Record]]:
-        with self.path.open("rb") as file:
-            file.seek(cursor)
-            while header := file.read(12):
-                size = struct.unpack("<Q", header[:8])[0] if len(header) == 12 else self.weight
-                data = file.read(size + 4) if cursor + size + 16 <= self.weight else b""
-                if len(data) != size + 4:
-                    raise UserError(
-                        f"{self.path}: the record at byte {cursor} is truncated or not a TFRecord; copy it again"
-                    )
-                (head_sum,), (data_sum,) = struct.unpack("<I", header[8:]), struct.unpack("<I", data[size:])
-                start, cursor, data = cursor, cursor + size + 16, data[:size]
-                if head_sum != masked_crc32c(header[:8]) or data_sum != masked_crc32c(data):
-                    raise UserError(
-                        f"{self.path}: the record at byte {start} does not match its checksum, so the file is damaged; "
-                        "copy it or write it again"
-                    )
-                record = parsed(self._parse, data, self.columns, Location(self.name, start, "record at byte"))
-                yield cursor, cursor / self.weight, record
-
-
-class TablePart:
-    """A table of the `datasets` library."""
-
-    def __init__(self, name: str, table: Any, columns: Columns):
-        self.name, self._table, self._columns, self.weight = name, table, columns, len(table)
-        self._restored = restored_columns(table.features.arrow_schema)
-        self.restores = bool(self._restored.keys() & {*columns})
-
-    @property
-    def size(self) -> int:
-        return int(self._table.data.nbytes)
-
-    def cuts(self, count: int) -> list[int]:
-        return _even_cuts(len(self), count)
-
-    def __len__(self) -> int:
-        return len(self._table)
-
-    def __getitem__(self, index: int) -> Record:
-        where = Location(self.name, index, "row")
-        try:
-            values = restored(self._table[int(index)], self._restored)
-        except UnicodeDecodeError:
-            (values,) = rows_of(self._table.with_format("arrow")[int(index) : int(index) + 1])
-        except arrow_errors() as error:
-            raise UserError(f"{where}, cannot be read ({shortened(str(error))}); is it text?") from error
-        return pick(values, self._columns, where)
-
-    def read(self, cursor: int = 0, stop: int | None = None) -> Iterator[tuple[int, float, Record]]:
-        end = len(self) if stop is None else stop
-        for first in range(cursor, end, _CHUNK):
-            for index in range(first, min(first + _CHUNK, end)):
-                yield index + 1, (index + 1) / len(self), self[index]
-
-
-def _even_cuts(size: int, count: int) -> list[int]:
+def even_cuts(size: int, count: int) -> list[int]:
+    """Returns the cursors that cut `size` bytes or records into `count` pieces; see `Part.cuts`."""
     return sorted({size * i // count for i in range(1, count)} - {0})
-
-
-def arrow_errors() -> tuple[type[Exception], ...]:
-    """Returns the exceptions that pyarrow and `datasets` raise for files that contradict their metadata."""
-    import pyarrow
-
-    return pyarrow.ArrowException, OSError, ValueError, TypeError, LookupError, AttributeError, ImportError
 
 
 def pick(values: Any, columns: Columns, where: Any) -> Record:

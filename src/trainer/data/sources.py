@@ -16,15 +16,9 @@ from trainer.data.example_proto import parse_example
 from trainer.data.filters import Filters, filters_of
 from trainer.data.found import announce_copies, find_files, train_mixture
 from trainer.data.mixture import whole_weights
-from trainer.data.readers import (
-    ArrayRecordPart,
-    Columns,
-    FilePart,
-    JsonlPart,
-    ParquetPart,
-    TextPart,
-    TfrecordPart,
-)
+from trainer.data.readers import Columns, FilePart, JsonlPart, TextPart
+from trainer.data.record_files import ArrayRecordPart, TfrecordPart
+from trainer.data.tables import ParquetPart
 from trainer.runtime.remote import each
 
 

@@ -13,7 +13,8 @@ from trainer.config.paths import local_path
 from trainer.data.cache import Progress, cache_root, ensure
 from trainer.data.corpus import Corpus, corpus_of, file_fingerprint
 from trainer.data.found import announce_copies, copies_of
-from trainer.data.readers import ArrayRecordPart, Columns, NoColumn, Part, TfrecordPart
+from trainer.data.readers import Columns, NoColumn, Part
+from trainer.data.record_files import ArrayRecordPart, TfrecordPart
 from trainer.runtime.folders import check_folder
 from trainer.runtime.remote import data_files, folders_in
 

@@ -15,8 +15,8 @@ from trainer.chat.template import Template
 from trainer.config.errors import UserError
 from trainer.data.chat_files import ChatTemplate
 from trainer.data.documents import Record
-from trainer.data.readers import ParquetPart
 from trainer.data.sources import open_source
+from trainer.data.tables import ParquetPart
 
 USER, ASKED = {"role": "user", "content": "Where?"}, {"type": "string", "enum": ["Paris"]}
 

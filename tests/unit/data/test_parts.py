@@ -16,8 +16,9 @@ from trainer.data.dataset import open_dataset, text_encoder
 from trainer.data.documents import Counts, Record
 from trainer.data.opened import open_documents
 from trainer.data.packing import Packing
-from trainer.data.readers import JsonlPart, ParquetPart, Part
+from trainer.data.readers import JsonlPart, Part
 from trainer.data.sources import open_source
+from trainer.data.tables import ParquetPart
 
 KINDS = ("jsonl", "parquet", "arrayrecord", "tfrecord", "text")
 BYTES = {"dataset_type": "grain", "tokenizer_type": "bytes", "prepare_workers": 1}

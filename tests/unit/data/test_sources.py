@@ -14,8 +14,10 @@ from trainer.config.errors import UserError
 from trainer.data.corpus import Corpus, file_fingerprint
 from trainer.data.documents import Counts, Encoder, Record, is_held_out
 from trainer.data.example_proto import parse_example
-from trainer.data.readers import ArrayRecordPart, JsonlPart, ParquetPart, TfrecordPart
+from trainer.data.readers import JsonlPart
+from trainer.data.record_files import ArrayRecordPart, TfrecordPart
 from trainer.data.sources import open_source
+from trainer.data.tables import ParquetPart
 from trainer.data.tfds import tfds_folder
 
 
