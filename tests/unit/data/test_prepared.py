@@ -262,8 +262,9 @@ def shown(capsys, *words: Any) -> str:
     return capsys.readouterr().out
 
 
-def test_a_row_is_shown_with_its_documents(tmp_path: Path, files: str, capsys):
-    place = prepared(tmp_path / "place", grain_train_files=files, tokenizer_type="bytes", held_out_share=0.2)
+def test_a_row_is_shown_with_its_documents(tmp_path: Path, capsys):
+    files = f"{write_corpus(tmp_path / 'a', 'jsonl', 9)}/*,0.7;{write_corpus(tmp_path / 'b', 'jsonl', 12)}/*,0.3"
+    place = prepared(tmp_path / "place", grain_train_files=files, tokenizer_type="bytes", prepare_part_mib=0.0003)
     about = shown(capsys, place)
     assert "70.0% of the rows" in about
     assert "in 1 part" not in about.split("evaluation")[0].split("training")[1]
@@ -271,7 +272,7 @@ def test_a_row_is_shown_with_its_documents(tmp_path: Path, files: str, capsys):
     total = sum(component.rows for component in dataset.mixture)
     texts = {
         f"{tmp_path}/{folder}/{j}.jsonl, line {i // 3 + 1}": document(i).encode()
-        for folder, count in (("a", 40), ("b", 50))
+        for folder, count in (("a", 9), ("b", 12))
         for j in range(3)
         for i in range(j, count, 3)
     }

@@ -104,6 +104,7 @@ def copies(tmp_path: Path) -> Copies:
     return Copies(tmp_path / "copies", 1 << 30)
 
 
+@pytest.mark.rest(covered_by="the two ways of reading", cases=("jsonl.gz", "text", "tfrecord", "arrayrecord"))
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_records_through_all_faults(
     server: SlowServer, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
