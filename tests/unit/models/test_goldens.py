@@ -40,8 +40,9 @@ FIXED = {
 }
 BATCHES = ("rows", "packed")
 # Tolerances as shares of a tensor's largest entry. Rounding alone, with another order of additions, gave 2.8e-6 and
-# 1.4e-5. transformers in float32 differs from itself in float64 by 2.1e-6 and 5.1e-6.
-LOGITS, GRADIENTS = 1e-5, 5e-5
+# 1.4e-5, and 7.2e-5 for recurrent layers on an Intel Xeon. transformers in float32 differs from itself in float64 by
+# 2.1e-6 and 5.1e-6.
+LOGITS, GRADIENTS = 1e-5, 2e-4
 
 # The five combinations are the same program (test_five_combinations), so one represents all.
 COMBINATION = ALL_COMBINATIONS[0]
