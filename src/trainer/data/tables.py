@@ -2,7 +2,7 @@
 
 import io
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,6 @@ class ParquetPart(FilePart):
             groups = range(file.metadata.num_row_groups)
             self._groups = [file.metadata.row_group(i).num_rows for i in groups]
             self._sizes = [file.metadata.row_group(i).total_byte_size for i in groups]
-            # Looking at the pages of a remote file takes a request for each column of each row group.
             self._chunk = 0 if self._metadata else rows_at_once(path, file.metadata, columns, CHUNK)
         pick(dict.fromkeys(names), columns, self.name)
 
@@ -63,18 +62,24 @@ class ParquetPart(FilePart):
         first, at = 0, 0
         while first < len(self._groups) and at + self._groups[first] <= cursor:
             at, first = at + self._groups[first], first + 1
-        self._chunk = self._chunk or rows_at_once(self.path, self._metadata, self.columns, CHUNK)
         with self._errors(pyarrow), self._open() as file:
             ends = itertools.accumulate(self._groups)
             last = sum(end <= (self._rows if stop is None else stop) for end in ends)  # pieces end with a row group
-            left, columns = list(range(first, last)), list(self.columns)
-            for batch in file.iter_batches(self._chunk, row_groups=left, columns=columns) if left else ():
+            for batch in self._batches(file, range(first, last)):
                 for values in rows_of(batch) if at + len(batch) > cursor else [None] * len(batch):
                     at += 1
                     if at > cursor:
                         yield at, at / self._rows, self.pick(values, Location(self.name, at, "row"))
         if isinstance(self.path, RemoteFile):
             self.path.check()
+
+    def _batches(self, file: Any, groups: Sequence[int]) -> Iterator[Any]:
+        """Yields the rows of row groups in batches. Of a remote file, it looks at one group at a time, because this
+        takes a request for each column with a dictionary."""
+        columns = list(self.columns)
+        for some in [[group] for group in groups] if self._metadata else [list(groups)] if groups else []:
+            chunk = self._chunk or rows_at_once(self.path, self._metadata, columns, CHUNK, some)
+            yield from file.iter_batches(chunk, row_groups=some, columns=columns)
 
 
 def _remote_metadata(path: RemoteFile) -> Any:

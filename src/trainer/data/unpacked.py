@@ -38,12 +38,15 @@ def check_unpacked(path: Path) -> None:
         pass  # the reader reports why it cannot be read
 
 
-def rows_at_once(path: Any, metadata: Any, columns: Sequence[str] | None, most: int) -> int:
+def rows_at_once(
+    path: Any, metadata: Any, columns: Sequence[str] | None, most: int, groups: Sequence[int] | None = None
+) -> int:
     """Returns how many rows of a Parquet file to read at once: at most `most`; fewer if large values may be repeated.
-    `columns`: the top-level columns to read; None: all. Raises UserError: see `check_unpacked`."""
+    `columns`: the top-level columns to read, `groups`: the row groups; None: all. Raises UserError: see
+    `check_unpacked`."""
     largest = 1
     with path.open("rb", buffering=0) as file:
-        for group in (metadata.row_group(i) for i in range(metadata.num_row_groups)):
+        for group in map(metadata.row_group, range(metadata.num_row_groups) if groups is None else groups):
             for column in (group.column(i) for i in range(group.num_columns)):
                 if columns is None or column.path_in_schema.partition(".")[0] in columns:
                     _check(path, column.total_compressed_size, column.total_uncompressed_size)
