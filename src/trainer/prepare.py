@@ -93,6 +93,9 @@ def _begin(place: Path, config: Config) -> None:
     """Writes the keys into a new folder, or compares them with the keys of a folder that an earlier command began."""
     if (place / CONFIG).is_file():
         check_folder(place)
+        if not any(path.is_dir() for path in place.iterdir()):  # the earlier command failed before it prepared anything
+            with _written(place):
+                replace_file(place / CONFIG, to_yaml(config))
         saved = keys_in(place)
         for name in (*METHODS, *DETERMINING, "tokenizer_path", "vocab_size"):
             if to_flow(saved[name]) != to_flow(config[name]):

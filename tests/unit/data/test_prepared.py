@@ -297,6 +297,14 @@ def test_masked_text_is_shown_without_marks(tmp_path: Path, capsys):
     assert "<|endoftext|>ask 0 «say 0<|endoftext|>»" in text
 
 
+def test_keys_may_change_after_a_command_that_prepared_nothing(tmp_path: Path, files: str, capsys):
+    with pytest.raises(SystemExit):
+        prepared(tmp_path / "place", grain_train_files="none/*")
+    assert "matches no file" in capsys.readouterr().err
+    prepared(tmp_path / "place", grain_train_files=files, max_target_length=64)
+    assert read_place(tmp_path / "place")[0].train[0].source.length == 64
+
+
 @pytest.mark.parametrize("word", ["row=x", "row=999", "eval_row=-1"])
 def test_rows_that_do_not_exist(tmp_path: Path, files: str, capsys, word: str):
     place = prepared(tmp_path / "place", grain_train_files=files)
