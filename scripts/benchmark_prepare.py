@@ -2,10 +2,11 @@
 
 The data are the sources of Python's standard library as JSONL, repeated up to the wanted size. Compared are one part,
 which one process tokenizes with all cores, and parts in one, two and three processes. Each figure is the best of the
-rounds, which alternate. CPU time includes all processes.
+rounds, which alternate. CPU time includes all processes. With the extra `beam`, Beam's local runner is measured, too.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import resource
@@ -23,6 +24,9 @@ CASES = {
     "parts, 2 processes": ("prepare_part_mib=4", "prepare_workers=2"),
     "parts, 3 processes": ("prepare_part_mib=4", "prepare_workers=3"),
 }
+if importlib.util.find_spec("apache_beam"):
+    beam = "beam=--runner=DirectRunner --direct_num_workers=2 --direct_running_mode=multi_processing"
+    CASES["parts, Beam, 2 workers"] = ("prepare_part_mib=4", beam)
 
 
 def main() -> None:
@@ -45,7 +49,7 @@ def main() -> None:
         seconds, _, rows = min(found)
         cpu = min(cpu for _, cpu, _ in found)
         print(
-            f"{name:20} {rows:,} rows, {seconds:.1f} s, {rows / seconds:.0f} rows/s, {rows / cpu:.0f} rows/s of CPU, "
+            f"{name:24} {rows:,} rows, {seconds:.1f} s, {rows / seconds:.0f} rows/s, {rows / cpu:.0f} rows/s of CPU, "
             f"{base[0] / seconds:.2f} times as fast as one part"
         )
 
