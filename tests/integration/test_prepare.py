@@ -19,6 +19,14 @@ SMALL = TINY | pinned("nnx")
 SMALL |= {"vocab_size": 300, "max_target_length": 32, "eval_interval": 4, "per_device_batch_size": 2, "prompt": ""}
 
 
+# A shell starts background processes with SIGINT ignored.
+INTERRUPTIBLE = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
 def start(folder: Path, out: str) -> subprocess.Popen[str]:
     words = ["dataset_type=grain", "grain_file_type=jsonl", "grain_train_files=big.jsonl", "max_target_length=64"]
     words += [
@@ -31,12 +39,7 @@ def start(folder: Path, out: str) -> subprocess.Popen[str]:
     words += ["held_out_share=0", f"out={out}"]
     args = [sys.executable, "-m", "trainer.prepare", *words]
     pipes = {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    return subprocess.Popen(args, cwd=folder, preexec_fn=_interruptible, **pipes)
-
-
-def _interruptible() -> None:
-    """Undoes that a shell starts background processes with SIGINT ignored."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen([sys.executable, "-c", INTERRUPTIBLE, *args], cwd=folder, **pipes)
 
 
 def workers_of(pid: int) -> list[int]:
