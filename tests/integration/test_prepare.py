@@ -21,9 +21,9 @@ SMALL |= {"vocab_size": 300, "max_target_length": 32, "eval_interval": 4, "per_d
 
 # A shell starts background processes with SIGINT ignored.
 INTERRUPTIBLE = """
-import os, signal, sys
+import runpy, signal
 signal.signal(signal.SIGINT, signal.SIG_DFL)
-os.execv(sys.argv[1], sys.argv[1:])
+runpy.run_module("trainer.prepare", run_name="__main__", alter_sys=True)
 """
 
 
@@ -37,9 +37,8 @@ def start(folder: Path, out: str) -> subprocess.Popen[str]:
         "eval_interval=-1",
     ]
     words += ["held_out_share=0", f"out={out}"]
-    args = [sys.executable, "-m", "trainer.prepare", *words]
     pipes = {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, "-c", INTERRUPTIBLE, *args], cwd=folder, **pipes)
+    return subprocess.Popen([sys.executable, "-c", INTERRUPTIBLE, *words], cwd=folder, **pipes)
 
 
 def workers_of(pid: int) -> list[int]:
