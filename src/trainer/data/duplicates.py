@@ -4,7 +4,6 @@ Each part gets the sorted 128-bit hashes of its records. Then all parts are merg
 equal records the first in the order of parts survives, whichever process read it.
 """
 
-import contextlib
 import hashlib
 import itertools
 import os
@@ -36,8 +35,12 @@ def write_hashes(folder: Path, part: int, records: Iterable[Record]) -> None:
         if not lines:
             break
         np.sort(np.array(lines, _DTYPE), order=["high", "low", "index"]).tofile(partial / f"{run:05}")
-    with contextlib.suppress(OSError):  # another process was first
+    try:
         partial.rename(folder / _HASHES.format(part))
+    except OSError:
+        if not has_hashes(folder, part):  # otherwise another process was first
+            raise
+        shutil.rmtree(partial)
 
 
 def has_hashes(folder: Path, part: int) -> bool:

@@ -179,7 +179,7 @@ def later(call: Callable[..., T], *arguments: Any) -> "Future[T]":
     def run() -> None:
         try:
             future.set_result(call(*arguments))
-        except BaseException as error:  # raised where the result is needed
+        except Exception as error:  # raised where the result is needed
             future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()

@@ -53,11 +53,10 @@ class Copies:
                     with part.open("wb") as copy:
                         for block in file.blocks(0, file.size):
                             copy.write(block)
-                except BaseException:
+                    os.utime(part, ns=(time.time_ns(), 0))  # equal for equal copies, because `datasets` reads this time
+                    part.replace(path)
+                finally:
                     part.unlink(missing_ok=True)
-                    raise
-                os.utime(part, ns=(time.time_ns(), 0))  # equal for equal copies, because `datasets` reads this time
-                part.replace(path)
                 found = _opened(path, file.size)
                 assert found is not None
                 return found

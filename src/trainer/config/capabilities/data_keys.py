@@ -122,32 +122,6 @@ def _compiles(config: Config) -> bool:
     return bool(config.compile_topology)
 
 
-def _duplicates(config: Config) -> str | None:
-    if not config.drop_duplicates:
-        return None
-    if config.data_pipeline == "streaming":
-        return "duplicates are found before training; set data_pipeline=prepared"
-    if config.use_grpo:
-        return "trainer.grpo reads prompts one by one; leave it out"
-    return None
-
-
-def _lengths(config: Config) -> str | None:
-    if config.document_max_length and config.document_max_length < config.document_min_length:
-        return "no record has such a length"
-    return None
-
-
-def _prepared_path(config: Config) -> str | None:
-    if not config.prepared_path:
-        return None
-    if config.data_pipeline == "streaming":
-        return "the rows are prepared; set data_pipeline=prepared"
-    if config.use_grpo:
-        return "trainer.grpo reads prompts, which are not prepared; leave it out, and name the prompts' files"
-    return None
-
-
 def _demands(kind: str, key: str) -> Problem:
     example = _NEEDED[kind][key]
 
@@ -259,9 +233,31 @@ ROWS = (
 )
 CHECKS: tuple[Check, ...] = (
     (("dataset_type", "data_pipeline"), _pipeline),
-    (("prepared_path", "data_pipeline"), _prepared_path),
-    (("drop_duplicates",), _duplicates),
-    (("document_min_length", "document_max_length"), _lengths),
+    refused(
+        ("prepared_path", "data_pipeline"),
+        lambda c: c.prepared_path and c.data_pipeline == "streaming",
+        "the rows are prepared; set data_pipeline=prepared",
+    ),
+    refused(
+        ("prepared_path", "use_grpo"),
+        lambda c: c.prepared_path and c.use_grpo,
+        "trainer.grpo reads prompts, which are not prepared; leave prepared_path out, and name the prompts' files",
+    ),
+    refused(
+        ("drop_duplicates", "data_pipeline"),
+        lambda c: c.drop_duplicates and c.data_pipeline == "streaming",
+        "duplicates are found before training; set data_pipeline=prepared",
+    ),
+    refused(
+        ("drop_duplicates", "use_grpo"),
+        lambda c: c.drop_duplicates and c.use_grpo,
+        "trainer.grpo does not search its prompts for duplicates; leave drop_duplicates out",
+    ),
+    refused(
+        ("document_min_length", "document_max_length"),
+        lambda c: 0 < c.document_max_length < c.document_min_length,
+        "no record has such a length",
+    ),
     (("document_filter",), lambda c: functions_problem([*filter(None, [c.document_filter])])),
     *only_if(token_files, (left_out(key, "the files contain token ids, which are not filtered") for key in FILTERS)),
     (("num_epoch",), _passes),
