@@ -41,7 +41,7 @@ AS_WRITTEN = ("docs/tutorial.md", "docs/guides/migrating.md", "docs/guides/diloc
 NOT_RUN = {
     r"like=/models/gemma": "needs a folder with images; tests/unit/weights/test_towers.py makes one",
     r"dataset_name=c4/": "needs C4, as TFDS prepares it",
-    r"grain_train_files=(gs|https)://": "needs data elsewhere; tests/unit/data/test_remote.py has a web server",
+    r"grain_train_files=(gs|https)://": "needs data elsewhere; tests/unit/data/remote has a web server",
     r"train_compile .*model_name=(mixtral-8x7b|deepseek3-671b)": "compiles for minutes; the page has its dated result",
     r"train_compile .*compile_report_file=report.json": "compiles for minutes; README's command is the same step",
     r"trainer\.plan ": "compiles for an hour; tests/integration/test_plan.py plans a tiny model",
