@@ -56,6 +56,7 @@ def finished(place: Path) -> set[Path]:
     return {path for path in place.glob("train-*/part-*") if path.suffix != ".tmp"}
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="looks processes up in /proc")
 @pytest.mark.rest(covered_by="the first victim", cases=("worker", "interrupted"))
 @pytest.mark.parametrize("victim", ["command", "worker", "interrupted"])
 def test_a_process_that_dies_repeats_no_finished_part(tmp_path: Path, victim: str):

@@ -18,8 +18,14 @@ _ENDS = 1 << 16  # bytes that the fingerprint of a larger source reads at each e
 
 
 class Piece(NamedTuple):
-    """Records of part `part` of a corpus, from cursor `start` to `stop`, see `Part.read`. They are the share `share` of
-    the part, after the share `first`. `weight`: their size."""
+    """Consecutive records of a part of a corpus.
+
+    Attributes:
+      part: the index of the part.
+      weight: the size of the records.
+      start, stop: the cursors of both ends, see `Part.read`.
+      first, share: the shares of the part before and within the piece.
+    """
 
     part: int
     weight: float

@@ -16,7 +16,7 @@ from trainer.data.tokenizer import Tokenizer
 class Location(NamedTuple):
     """The location of a record, printable with `str`: a file or table, and the record's number there.
 
-    `unit` is the noun before the number; "": the file is the record.
+    `unit` is the noun before the number; "" if the whole file is one record.
     """
 
     name: str

@@ -20,8 +20,8 @@ class Filters:
     """
     Attributes:
       normalization: the Unicode form of all text, NFC or NFKC; "" changes nothing.
-      function: the import path of a user's function; "" for none. It gets a dict of the columns and returns the dict of
-        the record that takes its place, True to keep the record, or False or None to drop it.
+      function: the import path of a user's function; "" for none. It gets a dict of the columns. It returns the dict of
+        a record to use instead, True to keep the record, or False or None to drop it.
       shortest, longest: limits for the characters of a record in all columns together, or its token ids; 0: no limit.
       duplicates: whether of equal records only the first is kept (see `data.duplicates`).
     """

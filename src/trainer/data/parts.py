@@ -30,7 +30,7 @@ Part = Sequence[tuple[int, Piece]]  # pieces of corpora, each with the index of 
 
 @dataclass(frozen=True)
 class Work:
-    """What the rows of all parts are made of, and the folder in which each part gets a folder."""
+    """The documents of all parts, how to make rows of them, and the folder for the parts' folders."""
 
     corpora: Sequence[Corpus]
     encoder: Encoder

@@ -128,7 +128,7 @@ def patiently(url: str, call: Callable[[], T]) -> T:
                 raise UserError(f"{url} cannot be read: {reason}") from error
             if tried == TRIES:
                 raise UserError(
-                    f"{url} cannot be read: it {reason}, the last of {TRIES} attempts; check the server and the "
+                    f"{url} cannot be read: after {TRIES} attempts it still {reason}; check the server and the "
                     "connection, and run the same command again"
                 ) from error
         wait = random.uniform(0.5, 1) * min(LONGEST_WAIT, FIRST_WAIT * 2 ** (tried - 1))
