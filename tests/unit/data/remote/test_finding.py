@@ -109,6 +109,7 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_hub_is_not_asked_against_the_users_will(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("TRAINER_TURNED_HUB_OFF", raising=False)  # left by an earlier command in this process
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(UserError, match="HF_HUB_OFFLINE forbids"):
         data_files("hf://datasets/a/b/x.jsonl", copies(tmp_path))
