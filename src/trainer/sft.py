@@ -21,11 +21,11 @@ SHOW = "--show"
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line `argv` (default: the arguments of the process)."""
-    run(command_line(argv), SFT, _show)
+    run(command_line(argv), SFT, show)
 
 
-def run(words: Sequence[str], kind: Kind, show: Callable[[Config, int, Callable[[str], None]], None]) -> None:
-    """Trains; with --show N, prints the first N records with `show` instead. Raises UserError if it cannot."""
+def run(words: Sequence[str], kind: Kind, shower: Callable[[Config, int, Callable[[str], None]], None]) -> None:
+    """Trains; with --show N, prints the first N records with `shower` instead. Raises UserError if it cannot."""
     words, count = _without_show(words)
     if count is None or question(words):
         run_command(words, kind)
@@ -43,7 +43,7 @@ def run(words: Sequence[str], kind: Kind, show: Callable[[Config, int, Callable[
     else:
         loaded = begun.end()
     kind.prepare(loaded, _say)
-    show(loaded.config, count, _say)
+    shower(loaded.config, count, _say)
 
 
 def _without_show(words: Sequence[str]) -> tuple[list[str], int | None]:
@@ -117,7 +117,8 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def _show(config: Config, count: int, say: Callable[[str], None]) -> None:
+def show(config: Config, count: int, say: Callable[[str], None]) -> None:
+    """Prints the first `count` conversations, with the tokens that are trained."""
     from trainer.chat import show as chat_show
 
     chat_show.conversations(config, count, say)

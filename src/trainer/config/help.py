@@ -23,6 +23,7 @@ _COMMANDS = {
     "train": ("[--dry-run]", "Trains a language model."),
     "sft": ("[--dry-run | --show N]", "Fine-tunes a language model on conversations."),
     "dpo": ("[--dry-run | --show N]", "Trains a language model to prefer one answer to another."),
+    "distill": ("[--dry-run | --show N]", "Trains a language model on the distribution of a larger one, its teacher."),
     "grpo": ("[--dry-run]", "Improves a language model by its own answers, which reward functions judge."),
     "prepare": (
         "out=FOLDER [beam=OPTIONS]",

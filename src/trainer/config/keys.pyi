@@ -102,6 +102,15 @@ class Config(Mapping[str, Any]):
     diloco_outer_lr: float
     diloco_outer_momentum: float
     diloco_sync_period: int
+    distill_alpha: float
+    distill_alpha_end: float | None
+    distill_alpha_schedule: str
+    distill_jensen_shannon_weight: float
+    distill_loss: str
+    distill_temperature: float
+    distill_temperature_end: float | None
+    distill_temperature_schedule: str
+    distill_vocab_size: int
     document_filter: str
     document_max_length: int
     document_min_length: int
@@ -385,6 +394,9 @@ class Config(Mapping[str, Any]):
     sparse_matmul: bool
     steps: int
     supervise: bool
+    teacher_memory_host_offload: bool
+    teacher_overrides: Mapping[str, Any]
+    teacher_path: str
     temperature_tuning: bool
     temperature_tuning_floor_scale: int
     temperature_tuning_scale: float
@@ -401,6 +413,7 @@ class Config(Mapping[str, Any]):
     unquantized_modules: tuple[str, ...]
     use_chat_template: bool
     use_chunked_prefill: bool
+    use_distill: bool
     use_dpo: bool
     use_grpo: bool
     use_post_attn_norm: bool

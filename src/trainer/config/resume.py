@@ -41,6 +41,8 @@ def check_resume(saved: Mapping[str, Any], config: Config, schedule_given: bool,
     allowed = MAY_CHANGE.union(UPDATE) if config.reset_optimizer else MAY_CHANGE
     if config.enable_lora or has_reference(config):
         allowed = allowed.union(["load_parameters_path"])  # base and reference are verified with the checkpoint
+    if config.use_distill:
+        allowed = allowed.union(["teacher_path"])  # the teacher is, too
     if _rows_split(before) != _rows_split(config):
         allowed = allowed.union(["attention"])  # few kernels support each strategy
     if not has_dropout(before) and not has_dropout(config):

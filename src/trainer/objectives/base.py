@@ -79,14 +79,22 @@ class Frozen(NamedTuple):
     Attributes:
       abstract: a pytree with a ShapeDtypeStruct at each leaf.
       axes: the same tree with a `sharding.Axes` at each leaf.
-      make: returns the arrays, given `abstract` with a sharding at each leaf. Since no checkpoint contains the arrays,
-        it is called at the start of every process, and must return the same arrays in a resumed run. None: the arrays
-        are the parameters with which the run began (`first_parameters`).
+      make: `make(abstract, say)` returns the arrays, given `abstract` with a sharding at each leaf. `say` receives
+        lines for the user. Since no checkpoint contains the arrays, it is called at the start of every process, and
+        must return the same arrays in a resumed run. None: the arrays are the parameters with which the run began
+        (`first_parameters`).
+      place: the key that names the folder from which `make` reads. Checkpoints then contain hashes of the arrays, and a
+        run does not resume with other arrays. "" if there is no such folder.
+      on_host: whether the arrays are stored in host memory.
+      flops: the FLOPs for one token of a step that only these arrays need.
     """
 
     abstract: Any
     axes: Any
-    make: Callable[[Any], Any] | None
+    make: Callable[[Any, Callable[[str], None]], Any] | None
+    place: str = ""
+    on_host: bool = False
+    flops: float = 0.0
 
 
 class Objective(Protocol):
@@ -100,6 +108,9 @@ class Objective(Protocol):
 
     An objective that reads arrays in addition to the train state has an attribute `frozen`, a `Frozen`. Its methods
     `sums` and `evaluation` then receive these arrays as the keyword argument `frozen`.
+
+    If the attribute `of_step` is true, `sums` receives the number of completed updates, int32 [], as the keyword
+    argument `step`; None outside of training.
 
     An objective may read arrays that are derived from a batch and depend on the order of its tokens. The attribute
     `derived` declares them, like `fields`, and the method `prepare(batch) -> batch` adds them. `prepare` runs on the
@@ -175,6 +186,11 @@ def derived_of(objective: Objective) -> Mapping[str, Field]:
 def prepared(objective: Objective, batch: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns a batch on the host with the arrays that `objective` derives from it."""
     return objective.prepare(batch) if hasattr(objective, "prepare") else batch
+
+
+def of_step(objective: Objective) -> bool:
+    """Returns whether the terms of `objective` depend on the number of completed updates."""
+    return getattr(objective, "of_step", False)
 
 
 def frozen_argument(objective: Objective, frozen: Any) -> dict[str, Any]:

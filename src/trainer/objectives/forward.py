@@ -49,6 +49,27 @@ class TokenLogProbs(NamedTuple):
     log_z: jax.Array  # log of the softmax normalizer
     mean: jax.Array | None = None  # the mean log-probability over the vocabulary
     best: jax.Array | None = None  # the most likely token, int32; without a gradient
+    compared: Any = None  # the result of `Comparison.compare`
+
+
+class Comparison(NamedTuple):
+    """A model without gradients, whose logits are compared with those of the trained model.
+
+    Attributes:
+      compare: (the trained model's logits [b, t, v], this model's logits [b, t, w], `tokens`) -> a pytree of [b, t].
+      tokens: a pytree of arrays [b, t] that `compare` reads.
+      apply, params, rest: the model.
+      hidden_bte: its hidden states.
+      tiling: the tiling with its head; None without tiles.
+    """
+
+    compare: Callable[[jax.Array, jax.Array, Any], Any]
+    tokens: Any
+    apply: Apply
+    params: Any
+    rest: Any
+    hidden_bte: jax.Array
+    tiling: Tiling | None
 
 
 def target_log_probs(
@@ -62,19 +83,31 @@ def target_log_probs(
     mean: bool = False,
     best: bool = False,
     temperature: float = 1.0,
+    other: Comparison | None = None,
 ) -> TokenLogProbs:
     """Returns the head's `TokenLogProbs` for `target_bt`, from the hidden states.
 
     They are computed in float32 from logits in the model's dtype, divided by `temperature`. With `tiling`, the logits
-    of only one tile exist at a time. `mean`, `best`: also compute these fields.
+    of only one tile exist at a time. `mean`, `best`: also compute these fields. `other`: computes `compared`, from
+    logits that are not divided.
     """
 
-    def values(params: Any, rest: Any, hidden_bte: jax.Array, target_bt: jax.Array) -> TokenLogProbs:
-        logits = tempered(apply(params, rest, hidden_bte, method="head")[0], temperature)
+    def values(params: Any, rest: Any, hidden_bte: jax.Array, tokens: Any, *models: Any) -> TokenLogProbs:
+        target_bt, compared_bt, other_bte = tokens
+        own = apply(params, rest, hidden_bte, method="head")[0]
+        found = None
+        if other is not None:
+            theirs = other.apply(*models[0], other_bte, method="head")[0]
+            found = other.compare(own, theirs, compared_bt)
+        logits = tempered(own, temperature)
         nll, log_z, *mean_nll = cross_entropy(logits, target_bt, mean)
         token = jnp.argmax(logits, axis=-1).astype(jnp.int32) if best else None
-        return TokenLogProbs(-nll, log_z, -mean_nll[0] if mean else None, token)
+        return TokenLogProbs(-nll, log_z, -mean_nll[0] if mean else None, token, found)
 
+    tokens: Any = (target_bt, None, None)
+    models: list[Any] = []
+    if other is not None:
+        tokens, models = (target_bt, other.tokens, other.hidden_bte), [(other.tiling, other.params, other.rest)]
     if tiling is None:
-        return values(params, rest, hidden_bte, target_bt)
-    return in_tiles(values, tiling, params, rest, hidden_bte, target_bt)
+        return values(params, rest, hidden_bte, tokens, *(model[1:] for model in models))
+    return in_tiles(values, tiling, params, rest, hidden_bte, tokens, models)

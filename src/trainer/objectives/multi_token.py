@@ -14,7 +14,7 @@ import numpy as np
 
 from trainer.layers.sown import MtpHidden, Sown
 from trainer.models.mtp import hidden_path
-from trainer.objectives.base import Batch, Evaluation, Field, Mean, Sums, Weights, reads_of
+from trainer.objectives.base import Batch, Evaluation, Field, Mean, Sums, Weights, derived_of, prepared, reads_of
 from trainer.objectives.forward import AHEAD, hidden_states
 from trainer.objectives.next_token import NextToken
 from trainer.ops.ahead import shift_left, still_inside
@@ -46,11 +46,16 @@ class MultiToken:
     def fields(self) -> Mapping[str, Field]:
         return self.next_token.fields
 
+    def __getattr__(self, name: str) -> Any:
+        """Returns an optional attribute of `Objective` from `next_token`."""
+        return getattr(self.next_token, name)
+
     @property
     def derived(self) -> Mapping[str, Field]:
         """See `Objective`. For token t and module k: token t + k; the segment of t if it contains the k successors of
         t, else 0; the target; and the target's segment, 0 if there is no target. Each is [b, t, modules]."""
-        return dict.fromkeys((*AHEAD, TARGETS, SEGMENTS), Field(("rows", "length", self.modules)))
+        of_modules = dict.fromkeys((*AHEAD, TARGETS, SEGMENTS), Field(("rows", "length", self.modules)))
+        return {**derived_of(self.next_token), **of_modules}
 
     def prepare(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         inside = np.asarray(batch["inputs_segmentation"])
@@ -60,7 +65,7 @@ class MultiToken:
             inside, token, target, segment = still_inside(inside), *map(shift_left, (token, target, segment))
             found.append((token, inside, target, np.where(inside != 0, segment, 0)))
         arrays = (np.stack(of_modules, axis=-1) for of_modules in zip(*found, strict=True))
-        return {**batch, **dict(zip(self.derived, arrays, strict=True))}
+        return {**prepared(self.next_token, batch), **dict(zip((*AHEAD, TARGETS, SEGMENTS), arrays, strict=True))}
 
     @property
     def captures(self) -> tuple[type, ...]:
@@ -80,27 +85,28 @@ class MultiToken:
         key: jax.Array | None,
         capture: Any = (),
         sampled: jax.Array | None = None,
+        **others: Any,
     ) -> Sums:
         types = tuple(dict.fromkeys((*capture, *self.captures)))
         hidden, sown = hidden_states(self.next_token.apply, params, rest, batch, key, types, sampled)
+        minimized, measured = self.next_token.of_hidden(params, rest, hidden, batch, **others)
         terms = functools.partial(self.next_token.terms, params, rest)
-        minimized = terms(hidden, batch["targets"], batch["targets_segmentation"])
         modules = [
             terms(hidden, batch[TARGETS][..., i], batch[SEGMENTS][..., i])
             for i, hidden in enumerate(self._hidden(sown))
         ]
         share = self.scale / self.modules
         minimized |= {_name(name): share * jnp.stack([module[name] for module in modules]) for name in modules[0]}
-        return Sums(minimized, {}, {kind.__name__: sown[kind.__name__] for kind in capture})
+        return Sums(minimized, measured, {kind.__name__: sown[kind.__name__] for kind in capture})
 
-    def evaluation(self, params: Any, rest: Any, batch: Batch) -> Evaluation:
+    def evaluation(self, params: Any, rest: Any, batch: Batch, **others: Any) -> Evaluation:
         """See `Objective.evaluation`. With `evaluated` = k, also reports mtp_acceptance_rate.
 
         The rate is the share of the tokens with a loss in module k for which the most likely token of module k equals
         the token that the model itself predicts k tokens later.
         """
         if not self.evaluated:
-            return self.next_token.evaluation(params, rest, batch)
+            return self.next_token.evaluation(params, rest, batch, **others)
         hidden, sown = hidden_states(self.next_token.apply, params, rest, batch, None, self.captures)
         greatest = functools.partial(self.next_token.token_terms, params, rest, best=True)
         terms, own = greatest(hidden, batch["targets"])

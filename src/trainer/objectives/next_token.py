@@ -43,12 +43,12 @@ class NextToken:
         return Weights(dict.fromkeys(("lm_loss", "z_loss", "label_smoothing_loss"), tokens), tokens)
 
     def token_terms(
-        self, params: Any, rest: Any, hidden_bte: jax.Array, target_bt: jax.Array, *, best: bool = False
+        self, params: Any, rest: Any, hidden_bte: jax.Array, target_bt: jax.Array, **computed: Any
     ) -> tuple[dict[str, jax.Array], TokenLogProbs]:
         """Returns the terms of each token, float32 [b, t], and the log-probabilities from which they are computed. A
-        term whose multiplier is 0 is left out. `best`: see `target_log_probs`."""
+        term whose multiplier is 0 is left out. `computed`: `best` and `other` of `target_log_probs`."""
         smoothed = self.label_smoothing != 0
-        logs = target_log_probs(self.apply, params, rest, hidden_bte, target_bt, self.tiling, mean=smoothed, best=best)
+        logs = target_log_probs(self.apply, params, rest, hidden_bte, target_bt, self.tiling, mean=smoothed, **computed)
         terms = {"lm_loss": -logs.target}
         if self.z_loss_multiplier:
             terms["z_loss"] = self.z_loss_multiplier * logs.log_z**2
@@ -64,10 +64,18 @@ class NextToken:
         key: jax.Array | None,
         capture: Any = (),
         sampled: jax.Array | None = None,
+        **others: Any,
     ) -> Sums:
-        """Returns the sums of the terms of `token_terms`. See `Objective.sums`."""
+        """Returns the sums of `of_hidden`, which receives `others`. See `Objective.sums`."""
         hidden, sown = hidden_states(self.apply, params, rest, batch, key, capture, sampled)
-        return Sums(self.terms(params, rest, hidden, batch["targets"], batch["targets_segmentation"]), {}, sown)
+        return Sums(*self.of_hidden(params, rest, hidden, batch, **others), sown)
+
+    def of_hidden(
+        self, params: Any, rest: Any, hidden_bte: jax.Array, batch: Batch, **others: Any
+    ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+        """Returns the sums of the minimized and of the measured terms, given the hidden states of the inputs. `others`:
+        arguments that a subclass reads."""
+        return self.terms(params, rest, hidden_bte, batch["targets"], batch["targets_segmentation"]), {}
 
     def terms(
         self, params: Any, rest: Any, hidden_bte: jax.Array, target_bt: jax.Array, segment_bt: jax.Array
@@ -77,9 +85,9 @@ class NextToken:
         bears_loss = segment_bt != 0
         return {name: jnp.sum(jnp.where(bears_loss, term, 0)) for name, term in terms.items()}
 
-    def evaluation(self, params: Any, rest: Any, batch: Batch) -> Evaluation:
+    def evaluation(self, params: Any, rest: Any, batch: Batch, **others: Any) -> Evaluation:
         """Returns the cross entropy, and any further terms that a subclass measures. See `Objective.evaluation`."""
-        sums = self.sums(params, rest, batch, key=None)
+        sums = self.sums(params, rest, batch, key=None, **others)
         terms, tokens = self.weights(batch)
         nats = Mean((sums.minimized | sums.measured)["lm_loss"], tokens)
         others = {name: Mean(total, terms[name]) for name, total in sums.measured.items() if name != "lm_loss"}

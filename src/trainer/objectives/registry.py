@@ -9,6 +9,7 @@ from trainer.config.derived import has_reference, policy_temperature
 from trainer.config.keys import Config
 from trainer.models.transformer import head_matrix
 from trainer.objectives.base import Objective
+from trainer.objectives.distillation import Distillation, Schedule, Teacher
 from trainer.objectives.multi_token import MultiToken
 from trainer.objectives.next_token import NextToken
 from trainer.objectives.policy import Policy
@@ -16,22 +17,41 @@ from trainer.objectives.preference import Dpo, Orpo
 from trainer.objectives.reference import first_parameters
 from trainer.objectives.router import WithRouters
 from trainer.objectives.tiling import Tiling
+from trainer.ops.divergence import divergence_of
 
 
-def make_objective(config: Config, model: Any) -> Objective:
-    """Returns the objective of `config`, resolved, for `model` (`backends.Model`)."""
-    make = _policy if config.use_grpo else _preference if config.use_dpo else _next_token
-    objective = make(config, model)
+def make_objective(config: Config, model: Any, teacher: Teacher | None = None) -> Objective:
+    """Returns the objective of `config`, resolved, for `model` (`backends.Model`). `teacher`: with use_distill."""
+    if config.use_grpo or config.use_dpo:
+        objective = (_policy if config.use_grpo else _preference)(config, model)
+    else:
+        objective = _next_token(config, model, teacher)
     balance, z = config.load_balance_loss_weight, config.router_z_loss_weight
     return WithRouters(objective, balance, z) if has_experts(config) and (balance or z) else objective
 
 
-def _next_token(config: Config, model: Any) -> Objective:
-    next_token = NextToken(model.apply, config.z_loss_multiplier, config.label_smoothing, make_tiling(config, model))
+def _next_token(config: Config, model: Any, teacher: Teacher | None) -> Objective:
+    shared = model.apply, config.z_loss_multiplier, config.label_smoothing, make_tiling(config, model)
+    next_token = NextToken(*shared) if teacher is None else _distillation(config, teacher, *shared)
     if not config.mtp_num_layers:
         return next_token
     scale, evaluated = config.mtp_loss_scaling_factor, config.mtp_eval_target_module
     return MultiToken(next_token, config.mtp_num_layers, scale, evaluated)
+
+
+def _distillation(config: Config, teacher: Teacher, *shared: Any) -> Distillation:
+    def schedule(name: str) -> Schedule:
+        start, end, shape = (config[f"distill_{name}{part}"] for part in ("", "_end", "_schedule"))
+        return Schedule(start, start if end is None else end, shape, config.learning_rate_schedule_steps)
+
+    return Distillation(
+        *shared,
+        teacher=teacher,
+        divergence=divergence_of(config.distill_loss, config.distill_jensen_shannon_weight),
+        alpha=schedule("alpha"),
+        temperature=schedule("temperature"),
+        vocab_size=config.vocab_size,
+    )
 
 
 def _preference(config: Config, model: Any) -> Objective:

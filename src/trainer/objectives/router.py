@@ -61,10 +61,10 @@ class WithRouters:
         key: jax.Array | None,
         capture: Any = (),
         sampled: jax.Array | None = None,
-        **frozen: Any,
+        **others: Any,
     ) -> Sums:
         types = tuple(dict.fromkeys((*capture, RouterLoss)))
-        inner = self.objective.sums(params, rest, batch, key, types, sampled, **frozen)
+        inner = self.objective.sums(params, rest, batch, key, types, sampled, **others)
         sown = inner.sown[RouterLoss.__name__]
         own = {}
         for (term, name), weight in ((BALANCE, self.balance), (Z, self.z)):
@@ -79,5 +79,5 @@ class WithRouters:
         asked = {kind.__name__: inner.sown[kind.__name__] for kind in capture}
         return Sums(inner.minimized | own, inner.measured, asked)
 
-    def evaluation(self, params: Any, rest: Any, batch: Batch, **frozen: Any) -> Evaluation:
-        return self.objective.evaluation(params, rest, batch, **frozen)
+    def evaluation(self, params: Any, rest: Any, batch: Batch, **others: Any) -> Evaluation:
+        return self.objective.evaluation(params, rest, batch, **others)

@@ -3,7 +3,7 @@
 Shapes: b rows, t tokens of a row, e width; n tiles of c tokens on each device.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from trainer.ops.inexact import inexact
 from trainer.products.plain import in_dtype
 
 Path = tuple[str, ...]
-PerToken = Callable[[Any, Any, jax.Array, jax.Array], Any]
+PerToken = Callable[..., Any]
 
 _OVER = ("activation_batch", "activation_length")  # the logical axes whose mesh axes shard the tokens
 _SAME = sharding.Axes(())  # replicated over the mesh axes of _OVER
@@ -39,20 +39,32 @@ class Tiling:
     dtype: jnp.dtype
 
 
-def in_tiles(fn: PerToken, tiling: Tiling, params: Any, rest: Any, hidden_bte: jax.Array, target_bt: jax.Array) -> Any:
-    """Returns `fn(params, rest, hidden_bte, target_bt)`, a pytree of arrays [b, t], computed tile by tile.
+def in_tiles(
+    fn: PerToken,
+    tiling: Tiling,
+    params: Any,
+    rest: Any,
+    hidden_bte: jax.Array,
+    tokens: Any,
+    others: Sequence[tuple[Tiling, Any, Any]] = (),
+) -> Any:
+    """Returns `fn(params, rest, hidden_bte, tokens, *others)`, a pytree of arrays [b, t], computed tile by tile.
 
-    `fn` must read only the output head's part of `params` and `rest`, and compute each token independently. A custom
-    VJP (docs/decisions/0014) computes gradients with respect to the head's parameters and `hidden_bte`. It saves only
-    these two, and its backward pass calls `fn` again for each tile. Each device sums the head's gradient over its tiles
-    in float32. One all-reduce after the last tile adds the devices' sums. Supports reverse mode only.
+    `fn` must read only the output heads' parts of all `params` and `rest`, and compute each token independently. A
+    custom VJP (docs/decisions/0014) computes gradients with respect to the head's parameters and `hidden_bte`. It saves
+    only its arguments, and its backward pass calls `fn` again for each tile. Each device sums the head's gradient over
+    its tiles in float32. One all-reduce after the last tile adds the devices' sums. Supports reverse mode only.
+
+    Args:
+      tokens: a pytree of arrays [b, t, ...] without gradient.
+      others: further models whose heads `fn` reads, without gradients. Each is (tiling, params, rest); `fn` receives
+        (params, rest).
     """
-    path = tiling.matrix[:-1]
-    tiled = _Tiled(fn, tiling, _abstract(params), _abstract(rest))
+    tiled = _Tiled(fn, tiling, [_Head(tiling, params, rest), *(_Head(*other) for other in others)])
 
     @jax.custom_vjp
-    def call(head: Any, hidden: jax.Array, buffers: Any, target: jax.Array) -> Any:
-        return tiled.forward(head, hidden, buffers, target)
+    def call(head: Any, hidden: jax.Array, buffers: Any, tokens: Any) -> Any:
+        return tiled.forward(head, hidden, buffers, tokens)
 
     def forward(*args: Any) -> Any:
         return tiled.forward(*args), args
@@ -61,56 +73,85 @@ def in_tiles(fn: PerToken, tiling: Tiling, params: Any, rest: Any, hidden_bte: j
         return *tiled.backward(args, grads), None, None
 
     call.defvjp(forward, backward)
-    return call(_at(params, path), hidden_bte, _at(rest, path), target_bt)
+    (head, rest), *fixed = (
+        one.parts(*weights)
+        for one, weights in zip(tiled.heads, [(params, rest), *(o[1:] for o in others)], strict=True)
+    )
+    return call(head, hidden_bte, (rest, fixed), tokens)
+
+
+class _Head:
+    """The output head of a model: the part of its weights that a tile reads."""
+
+    def __init__(self, tiling: Tiling, params: Any, rest: Any):
+        """`params` and `rest` supply the shapes of the parts that a tile does not read."""
+        self.params, self.rest = _abstract(params), _abstract(rest)
+        self.path, self.matrix, self.dtype = tiling.matrix[:-1], tiling.matrix[-1], tiling.dtype
+        self.names = _at(tiling.param_axes, self.path)
+
+    def parts(self, params: Any, rest: Any) -> tuple[Any, Any]:
+        """Returns the head's parameters, and its buffers, which have no gradients."""
+        return _at(params, self.path), _at(rest, self.path)
+
+    def whole(self, head: Any, buffers: Any) -> tuple[Any, Any]:
+        """Returns (params, rest) with the given parts."""
+        return _with(self.params, self.path, head), _with(self.rest, self.path, buffers)
+
+    def in_dtype(self, head: Any) -> Any:
+        # Cast before the all-gather, which halves the bytes of a float32 matrix under bfloat16.
+        return head | {self.matrix: in_dtype(head[self.matrix], self.dtype)}
+
+    def constrained(self, head: Any) -> Any:
+        return jax.tree.map(lambda names, leaf: _if_any(sharding.constrain, leaf, names), self.names, head)
 
 
 class _Tiled:
-    """The forward and backward pass. `head` is the tree of the head's parameters; `buffers` have no gradients."""
+    """The forward and backward pass. `head`: the trained head's parameters; `buffers`: its buffers, and the parts of
+    the other heads."""
 
-    def __init__(self, fn: PerToken, tiling: Tiling, params: Any, rest: Any):
-        """`params` and `rest` supply the shapes of the parts that `fn` does not read."""
-        self.fn, self.tiling, self.params, self.rest = fn, tiling, params, rest
-        self.path, self.matrix = tiling.matrix[:-1], tiling.matrix[-1]
-        self.names = _at(tiling.param_axes, self.path)
+    def __init__(self, fn: PerToken, tiling: Tiling, heads: Sequence[_Head]):
+        self.fn, self.tiling, self.heads = fn, tiling, heads
         self.same_mesh = sharding.same_mesh()
 
-    def forward(self, head: Any, hidden_bte: jax.Array, buffers: Any, target_bt: jax.Array) -> Any:
+    def forward(self, head: Any, hidden_bte: jax.Array, buffers: Any, tokens: Any) -> Any:
         """Returns the values of all tokens."""
         run = sharding.shard_mapped(self._forward, (_SAME, INPUT, _SAME, ROWS), ROWS, over=_OVER, check=False)
-        return run(self._in_dtype(head), hidden_bte, buffers, target_bt)
+        return run(*self._in_dtype(head, hidden_bte, buffers), tokens)
 
     def backward(self, args: Any, grads: Any) -> tuple[Any, jax.Array]:
         """Returns gradients of the head and the hidden states, from `forward`'s arguments and the values' gradients."""
-        head, *others = args
+        head, hidden_bte, buffers, tokens = args
         with self.same_mesh():  # JAX traces the backward pass later
             run = sharding.shard_mapped(
                 self._backward, (_SAME, INPUT, _SAME, ROWS, ROWS), (_SAME, INPUT), over=_OVER, check=False
             )
-            sums, hidden_grad = run(self._in_dtype(head), *others, inexact(grads)[0])
+            sums, hidden_grad = run(*self._in_dtype(head, hidden_bte, buffers), tokens, inexact(grads)[0])
             # Without the barrier the compiler reduces over devices late and keeps the sums in memory through the
             # backward pass.
-            sums, hidden_grad = jax.lax.optimization_barrier((self._constrained(sums), hidden_grad))
+            sums, hidden_grad = jax.lax.optimization_barrier((self.heads[0].constrained(sums), hidden_grad))
         return jax.tree.map(lambda leaf, total: _if_any(lambda x: x.astype(leaf.dtype), total), head, sums), hidden_grad
 
-    def _in_dtype(self, head: Any) -> Any:
-        # Cast before the all-gather, which halves the bytes of a float32 matrix under bfloat16.
-        return head | {self.matrix: in_dtype(head[self.matrix], self.tiling.dtype)}
+    def _in_dtype(self, head: Any, hidden_bte: jax.Array, buffers: Any) -> tuple[Any, jax.Array, Any]:
+        own, fixed = buffers
+        cast = [(other.in_dtype(part), rest) for other, (part, rest) in zip(self.heads[1:], fixed, strict=True)]
+        return self.heads[0].in_dtype(head), hidden_bte, (own, cast)
 
-    def _forward(self, head: Any, hidden_bte: jax.Array, buffers: Any, target_bt: jax.Array) -> Any:
+    def _forward(self, head: Any, hidden_bte: jax.Array, buffers: Any, tokens: Any) -> Any:
         """Runs on one device, for its tokens."""
-        head, tiles = self._constrained(head), self._cut(hidden_bte, target_bt)
+        head, buffers, tiles = *self._constrained(head, buffers), self._cut(hidden_bte, tokens)
         values = jax.lax.map(lambda tile: self._values(head, buffers, *tile), tiles)
-        return jax.tree.map(lambda value: value.reshape(target_bt.shape), values)
+        return jax.tree.map(lambda value: value.reshape(hidden_bte.shape[:2]), values)
 
-    def _backward(self, head: Any, hidden_bte: jax.Array, buffers: Any, target_bt: jax.Array, grads: Any) -> Any:
+    def _backward(self, head: Any, hidden_bte: jax.Array, buffers: Any, tokens: Any, grads: Any) -> Any:
         """Runs on one device, for its tokens. Then sums the head's gradient over devices."""
-        trained, join = inexact(self._constrained(head))
+        head, buffers = self._constrained(head, buffers)
+        trained, join = inexact(head)
 
         def add(sums: Any, tile: Any) -> tuple[Any, jax.Array]:
-            hidden_ce, target_c, grads = tile
+            hidden_ce, tokens, grads = tile
 
             def values(trained: Any, hidden_ce: jax.Array) -> Any:
-                return inexact(self._values(join(trained), buffers, hidden_ce, target_c))[0]
+                return inexact(self._values(join(trained), buffers, hidden_ce, tokens))[0]
 
             _, pull = jax.vjp(values, trained, hidden_ce)
             head_grad, hidden_grad = pull(grads)
@@ -118,21 +159,26 @@ class _Tiled:
             return jax.tree.map(lambda total, grad: total + grad.astype(total.dtype), sums, head_grad), hidden_grad
 
         zeros = join([jnp.zeros(leaf.shape, jnp.float32) for leaf in trained], None)
-        tiles = (*self._cut(hidden_bte, target_bt), self._cut_all(grads))
-        sums, hidden_grad = jax.lax.scan(add, self._constrained(zeros), tiles)
+        tiles = (*self._cut(hidden_bte, tokens), self._cut_all(grads))
+        sums, hidden_grad = jax.lax.scan(add, self.heads[0].constrained(zeros), tiles)
         axes = tuple(dict.fromkeys(axis for name in _OVER for axis in sharding.mesh_axes(name)))
         return jax.lax.psum(sums, axes), hidden_grad.reshape(hidden_bte.shape)
 
-    def _values(self, head: Any, buffers: Any, hidden_ce: jax.Array, target_c: jax.Array) -> Any:
+    def _values(self, head: Any, buffers: Any, hidden_ce: jax.Array, tokens: Any) -> Any:
         """Returns the values of one tile, arrays [c]."""
-        params, rest = _with(self.params, self.path, head), _with(self.rest, self.path, buffers)
-        return jax.tree.map(lambda value: value[0], self.fn(params, rest, hidden_ce[None], target_c[None]))
+        own, fixed = buffers
+        params, rest = self.heads[0].whole(head, own)
+        others = (other.whole(*parts) for other, parts in zip(self.heads[1:], fixed, strict=True))
+        row = jax.tree.map(lambda leaf: leaf[None], tokens)
+        return jax.tree.map(lambda value: value[0], self.fn(params, rest, hidden_ce[None], row, *others))
 
-    def _constrained(self, head: Any) -> Any:
-        return jax.tree.map(lambda names, leaf: _if_any(sharding.constrain, leaf, names), self.names, head)
+    def _constrained(self, head: Any, buffers: Any) -> tuple[Any, Any]:
+        own, fixed = buffers
+        others = [(other.constrained(part), rest) for other, (part, rest) in zip(self.heads[1:], fixed, strict=True)]
+        return self.heads[0].constrained(head), (own, others)
 
-    def _cut(self, hidden_bte: jax.Array, target_bt: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return self._cut_all((sharding.constrain(hidden_bte, INPUT), target_bt))
+    def _cut(self, hidden_bte: jax.Array, tokens: Any) -> tuple[jax.Array, Any]:
+        return self._cut_all((sharding.constrain(hidden_bte, INPUT), tokens))
 
     def _cut_all(self, arrays: Any) -> Any:
         """Reshapes arrays [b, t, ...] to [n, c, ...]."""

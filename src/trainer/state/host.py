@@ -13,6 +13,7 @@ from trainer.state.shardings import Tensor, tensors
 HOST = "pinned_host"
 # The configuration key that keeps a part of a TrainTree in host memory.
 KEYS = {"params": "parameter_memory_host_offload", "opt_state": "optimizer_memory_host_offload"}
+_OFFLOADING = (*KEYS.values(), "teacher_memory_host_offload")
 
 Fetch = Callable[[Any], Any]
 
@@ -56,7 +57,7 @@ def check_host_memory(config: Config, memory_kinds: list[str]) -> None:
     Raises:
       UserError: names the keys that are set.
     """
-    given = [f"{key}=true" for key in KEYS.values() if config[key]]
+    given = [f"{key}=true" for key in _OFFLOADING if config[key]]
     if given and HOST not in memory_kinds:
         has = ", ".join(sorted(memory_kinds)) or "none that is known"
         raise UserError(f"{' '.join(given)}: these devices have no {HOST} memory (they have {has}); leave it false")

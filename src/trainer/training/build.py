@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from trainer.backends.base import Model, StateCodec, TrainTree
+from trainer.backends.base import StateCodec, TrainTree
 from trainer.backends.registry import make_model
 from trainer.config.capabilities.pipeline_keys import ONCE
 from trainer.config.errors import UserError, report
@@ -23,7 +23,7 @@ from trainer.ops.paths import by_name
 from trainer.optim.average import averaged
 from trainer.optim.optimizer import make_optimizer, trainable
 from trainer.optim.rules import Rule, with_rules
-from trainer.sharding import hardware, make_mesh, memory_kinds, on_mesh, spec
+from trainer.sharding import Rules, hardware, make_mesh, memory_kinds, on_mesh, spec
 from trainer.state.builders import set_named_sharding_nnx
 from trainer.state.host import Fetch, check_host_memory, fetcher, storage_shardings
 from trainer.state.init import init_state_fn
@@ -35,13 +35,14 @@ from trainer.training.metrics import read_metrics
 from trainer.training.rules import make_rules
 from trainer.training.run import Computation, Run, States, batch_shardings, with_steps
 from trainer.training.step import make_update
+from trainer.training.teacher import make_teacher
 
 
 def build(
     config: Config,
     devices: Sequence[jax.Device],
     update_rules: Sequence[Rule] = (),
-    make_objective: Callable[[Any, Model], Objective] = objective_of,
+    make_objective: Callable[..., Objective] = objective_of,
 ) -> Run:
     """Resolves `config` for `devices` and builds mesh, model, codec, shardings and steps.
 
@@ -49,20 +50,24 @@ def build(
       config: from `config.load`, resolved or not.
       devices: all devices of the mesh.
       update_rules: further rules, applied in order after the optimizer and the rules of `config`.
-      make_objective: makes the objective of training and evaluation from the resolved configuration and the model.
+      make_objective: makes the objective of training and evaluation from the resolved configuration and the model, and
+        with use_distill the teacher.
 
     Raises:
       UserError: the configuration does not fit the devices. Reports all mistakes at once.
     """
     config = _resolved(config, devices)
     check_matrices(config)
-    mesh, own = make_mesh(config, devices), axis_rules(config)
+    mesh, teacher = make_mesh(config, devices), None
+    own: Rules = axis_rules(config)
+    if config.use_distill:
+        teacher, own = make_teacher(config, devices, own)
     inside, rules = rules_of_islands(own) if config.enable_diloco else (own, own)
     model = make_model(config)
     update_rules = make_rules(config, model, update_rules)
     _check_trained(config, model.abstract[0])
     codec = StateCodec(model, with_rules(make_optimizer(config, model.param_axes), update_rules))
-    objective = make_objective(config, model)
+    objective = make_objective(config, model) if teacher is None else make_objective(config, model, teacher)
     if wrong := unread(objective, config):
         raise report(wrong)
 

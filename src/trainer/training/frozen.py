@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from trainer.objectives.base import Objective, frozen_of
 from trainer.ops.paths import path_of
 from trainer.sharding import Rules, named_sharding
+from trainer.state.host import HOST
 from trainer.state.shardings import Tensor
 
 
@@ -19,15 +20,20 @@ class FrozenArrays(NamedTuple):
     Attributes:
       abstract: shapes with shardings.
       tensors: a `state.Tensor` for every leaf.
-      make: returns the arrays, given the parameters with which the run began, which may be None unless
-        `of_parameters`. Called once at the beginning of each process.
+      make: (params, say) -> the arrays. `params` are the parameters with which the run began, which may be None unless
+        `of_parameters`; `say` receives lines for the user. Called once at the beginning of each process.
       of_parameters: whether the arrays are copies of these parameters.
+      place, flops: see `Frozen`.
+      fetch: under jit: moves arrays in host memory to the device.
     """
 
     abstract: Any = ()
     tensors: Any = ()
-    make: Callable[..., Any] = lambda params=None: ()
+    make: Callable[..., Any] = lambda params=None, say=print: ()
     of_parameters: bool = False
+    place: str = ""
+    flops: float = 0.0
+    fetch: Callable[[Any], Any] = lambda arrays: arrays
 
 
 def frozen_arrays(objective: Objective, mesh: Mesh, rules: Rules) -> FrozenArrays:
@@ -48,10 +54,29 @@ def frozen_arrays(objective: Objective, mesh: Mesh, rules: Rules) -> FrozenArray
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     abstract = jax.tree.map(placed, declared.abstract, tensors)
-    if declared.make is not None:
-        make = declared.make
-        return FrozenArrays(abstract, tensors, lambda params=None: make(abstract))
-    return FrozenArrays(abstract, tensors, lambda params: _copied(abstract, params), of_parameters=True)
+    if declared.make is None:
+        return FrozenArrays(abstract, tensors, lambda params, say=print: _copied(abstract, params), of_parameters=True)
+    make, fetch = declared.make, FrozenArrays().fetch
+    if declared.on_host:
+        fetch, abstract = _fetcher(abstract), jax.tree.map(_on_host, abstract)
+    return FrozenArrays(
+        abstract,
+        tensors,
+        lambda params=None, say=print: make(abstract, say),
+        place=declared.place,
+        flops=declared.flops,
+        fetch=fetch,
+    )
+
+
+def _fetcher(abstract: Any) -> Callable[[Any], Any]:
+    at = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    # The compiler must not all-gather arrays that are still in host memory.
+    return lambda arrays: jax.lax.optimization_barrier(jax.device_put(arrays, at))
+
+
+def _on_host(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return leaf.update(sharding=leaf.sharding.with_memory_kind(HOST)) if leaf.ndim else leaf
 
 
 def _copied(abstract: Any, params: Any) -> Any:

@@ -161,8 +161,9 @@ class Run(NamedTuple):
     @property
     def flops_per_token(self) -> float:
         """Model FLOPs per token of one training step; see `models.families.forward_flops_per_token`. A reference model
-        adds one forward pass."""
-        return (3 + self.frozen.of_parameters) * forward_flops_per_token(self.config, self._params)
+        or a teacher adds one forward pass."""
+        passes = 3 + self.frozen.of_parameters
+        return passes * forward_flops_per_token(self.config, self._params) + self.frozen.flops
 
     @property
     def _params(self) -> Any:
@@ -216,7 +217,7 @@ def with_steps(run: Run) -> Run:
     evaluation = run.sharded(make_evaluation(run.objective, run.param_shardings))
 
     def step(state: Any, batch: Any, frozen: Any) -> tuple[Any, Any]:
-        tree, metrics = update(fetch(codec.unpack(state)), batch, frozen)
+        tree, metrics = update(fetch(codec.unpack(state)), batch, run.frozen.fetch(frozen))
         return codec.pack(tree), metrics
 
     @functools.wraps(step)
@@ -224,8 +225,8 @@ def with_steps(run: Run) -> Run:
         state, metrics = step(structure.unflatten(leaves), batch, frozen)
         return jax.tree.leaves(state), metrics
 
-    def eval_step(state: Any, *args: Any) -> Any:
-        return evaluation(*trained(codec.unpack(state)), *args)
+    def eval_step(state: Any, batch: Any, frozen: Any, lengths: Any) -> Any:
+        return evaluation(*trained(codec.unpack(state)), batch, run.frozen.fetch(frozen), lengths)
 
     evaluated = *_inputs(run, run.states.shardings), run.replicated
     return run._replace(

@@ -37,6 +37,7 @@ from trainer.training.run import Run
 from trainer.weights.load import initial_parameters, load_parameters
 
 Say = Callable[[str], None]
+_LOADED = "load_parameters_path"
 
 
 class Start(NamedTuple):
@@ -79,23 +80,27 @@ def start(
         )
     if manager is not None and manager.latest is not None:
         path = manager.path(manager.latest)
-        frozen = _reference(run, path, say, given) if run.frozen.of_parameters else run.frozen.make()
+        frozen = _reference(run, path, say, given) if run.frozen.of_parameters else run.frozen.make(say=say)
         begin = _continued(run, dataset, path, say, schedule_given, given)._replace(frozen=frozen)
         if begin.reference is not None:
-            own, what = _by_layer(run, by_path(frozen)), ("its reference was a model", "the model of that time")
-            check_base(own, begin.reference, path, *what)
+            which = "teacher" if run.frozen.place else "reference"
+            check_base(_named(run, frozen), begin.reference, path, f"its {which} was a model", "the model of that time")
         return begin
     if config.load_full_state_path:
         begin = _other_run(run, dataset, say)
         _check_finite(run, begin.state, f"load_full_state_path={config.load_full_state_path}")
     else:
         begin = _new(run, say, given)
-    if not run.frozen.of_parameters:
-        return begin._replace(frozen=run.frozen.make())
-    frozen = run.frozen.make(_parameters(run, begin.state))
-    return begin._replace(
-        frozen=frozen, reference=base_of(config.load_parameters_path, _by_layer(run, by_path(frozen)))
-    )
+    place = _LOADED if run.frozen.of_parameters else run.frozen.place
+    if not place:
+        return begin._replace(frozen=run.frozen.make(say=say))
+    frozen = run.frozen.make(_parameters(run, begin.state), say)
+    return begin._replace(frozen=frozen, reference=base_of(config[place], _named(run, frozen)))
+
+
+def _named(run: Run, frozen: Any) -> dict[Path, Any]:
+    """Returns arrays that no checkpoint contains, by path."""
+    return _by_layer(run, by_path(frozen)) if run.frozen.of_parameters else by_path(frozen)
 
 
 def _reference(run: Run, path: Any, say: Say, given: Collection[str]) -> Any:
@@ -136,7 +141,8 @@ def _continued(run: Run, dataset: Dataset, path: Any, say: Say, schedule_given: 
     for key in ("load_parameters_path", "load_full_state_path", "lora_restore_path"):
         if config[key] and not (key == "load_parameters_path" and (config.enable_lora or run.frozen.of_parameters)):
             say(f"{key} is ignored: the run has its own checkpoint")
-    base, reference = _placed(sidecar.base, config), _placed(sidecar.reference, config)
+    base = _placed(sidecar.base, config)
+    reference = _placed(sidecar.reference, config, run.frozen.place or _LOADED)
     return Start(state, updates, sidecar.position, True, base=base, reference=reference)
 
 
@@ -176,11 +182,9 @@ def _frozen(run: Run, params: Any) -> dict[Path, Any]:
     return {path: leaf for path, leaf in by_path(params).items() if path in names}
 
 
-def _placed(base: Base | None, config: Config) -> Base | None:
-    """Returns `base` with the place from which it was loaded."""
-    if base is None or not config.load_parameters_path:
-        return base
-    return base._replace(path=place_of(config.load_parameters_path))
+def _placed(base: Base | None, config: Config, key: str = _LOADED) -> Base | None:
+    """Returns `base` with the place from which it was loaded, the value of `key`."""
+    return base and (base._replace(path=place_of(config[key])) if config[key] else base)
 
 
 def _base(run: Run, sidecar: Sidecar, path: Any, say: Say, given: Collection[str]) -> dict[Path, Any]:

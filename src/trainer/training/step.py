@@ -16,7 +16,7 @@ from trainer.config.capabilities.quantization_keys import rounds
 from trainer.config.derived import global_batch_rows, has_dropout, islands, microbatch_rows
 from trainer.config.keys import Config
 from trainer.layers.sown import Maximum, RouterCount, Sown, Total, check_captured, combined
-from trainer.objectives.base import Objective, frozen_argument, maxima_of
+from trainer.objectives.base import Objective, frozen_argument, maxima_of, of_step
 from trainer.ops.paths import by_name
 from trainer.ops.random import DROPOUT, seed_key
 from trainer.optim.optimizer import trainable
@@ -63,6 +63,7 @@ def make_gradients(
     def gradients(tree: TrainTree, batch: Batch, frozen: Any = ()) -> Gradients:
         key = dropout_key(config, tree.step)
         sampled = any_due(rules, tree.step)
+        others = frozen_argument(objective, frozen) | ({"step": tree.step} if of_step(objective) else {})
         weights, tokens = objective.weights(batch)
         mask = is_trained(tree.params)
         trained, untrained = _partition(mask, jax.lax.with_sharding_constraint(tree.params, shardings.compute))
@@ -70,7 +71,7 @@ def make_gradients(
 
         def loss(trained: Any, batch: Batch) -> tuple[jax.Array, tuple[dict[str, jax.Array], Sown]]:
             params = _combine(trained, untrained)
-            sums = objective.sums(params, tree.rest, batch, key, capture, sampled, **frozen_argument(objective, frozen))
+            sums = objective.sums(params, tree.rest, batch, key, capture, sampled, **others)
             # If the weight is 0, the mean is NaN and the step is skipped.
             minimized, measured = (
                 {name: _mean(total, weights[name]) for name, total in part.items()}

@@ -10,7 +10,7 @@ _FILES = """
 run_keys remat_tensors checkpoint_keys process_keys expert_keys attention_keys latent_keys recurrent_keys layer_keys
 update_keys mesh_keys diloco_keys schedule_keys optimizers mtp_keys evaluation_keys decoding_keys rl_keys data_keys
 token_keys chat_keys preference_keys compile_keys quantization_keys pipeline_keys context_keys sparsity_keys lora_keys
-invariant_keys splash_tiles vocab_tiles
+invariant_keys splash_tiles vocab_tiles distillation_keys
 """
 _ALL = (scale, *(importlib.import_module(f"{__package__}.{name}") for name in _FILES.split()))
 ROWS: tuple[Row, ...] = tuple(row for file in _ALL for row in getattr(file, "ROWS", ()))

@@ -16,13 +16,17 @@ METHODS = {
     "use_dpo": ("trainer.dpo", "preference optimization"),
     "use_grpo": ("trainer.grpo", "reinforcement learning"),
 }
+DISTILL = "trainer.distill"
 TOOLS = "tools"  # the column with the tools that a conversation may call
 # The defaults of trainer.sft where they differ from base.yml's: a conversation stays in one row.
 SFT_DEFAULTS = {"use_sft": True, "grain_packing_type": "best_fit", "use_truncation": True}
 
 
-def other_command(config: Config, own: str = "") -> str | None:
-    """Returns why a configuration is not for the command with the key `own` ("": trainer.train); None if it is."""
+def other_command(config: Config, own: str = "", *, distills: bool = False) -> str | None:
+    """Returns why a configuration is not for the command with the key `own` ("": trainer.train); None if it is.
+    `distills`: whether the command is trainer.distill, which trains on the records of `own`."""
+    if config.use_distill and not distills:
+        return f"use_distill=true: distillation is another command: python -m {DISTILL}, same words"
     for key, (command, what) in METHODS.items():
         if config[key] and key != own:
             return f"{key}=true: {what} is another command: python -m {command}, same words"

@@ -1,0 +1,72 @@
+"""`python -m trainer.distill [base.yml] teacher_path=FOLDER key=value ... [--show N]`: trains a student on a teacher.
+
+It is `trainer.train`, or with use_sft=true `trainer.sft`, with a second model in the objective. Checkpoints, meshes,
+combinations and reports are the same.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from trainer import sft
+from trainer.config.capabilities.chat_keys import SFT_DEFAULTS, not_conversations, other_command
+from trainer.config.capabilities.distillation_keys import not_distilled
+from trainer.config.errors import command_line, exit_on_user_error, report
+from trainer.config.keys import Config
+from trainer.config.load import Loaded, unchecked
+from trainer.train import TRAIN, run_command
+
+_DEFAULTS = {"use_distill": True}
+
+
+@exit_on_user_error
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line `argv` (default: the arguments of the process)."""
+    words = command_line(argv)
+    keys = [word for word in words if not word.startswith("--")]
+    if any(word.partition("=")[0] == sft.SHOW for word in words) or unchecked(keys, os.environ).use_sft:
+        sft.run(words, CONVERSATIONS, sft.show)
+    else:
+        run_command(words, DOCUMENTS)
+
+
+def _check_documents(config: Config) -> None:
+    _check(config, "", [])
+
+
+def _check_conversations(config: Config) -> None:
+    _check(config, "use_sft", not_conversations(config))
+
+
+def _check(config: Config, own: str, mistakes: list[str]) -> None:
+    other = other_command(config, own, distills=True)
+    if mistakes := [*mistakes, *not_distilled(config), *filter(None, [other])]:
+        raise report(mistakes)
+
+
+def _prepare_documents(loaded: Loaded, say: Callable[[str], None]) -> Mapping[str, Any]:
+    from trainer.training.teacher import of_tokenizers
+
+    return of_tokenizers(loaded, say)
+
+
+def _prepare_conversations(loaded: Loaded, say: Callable[[str], None]) -> Mapping[str, Any]:
+    found = sft.prepare(loaded, say)
+    loaded.complete(found)
+    return {**found, **_prepare_documents(loaded, say)}
+
+
+DOCUMENTS = dataclasses.replace(
+    TRAIN, command="distill", check=_check_documents, defaults=_DEFAULTS, prepare=_prepare_documents
+)
+CONVERSATIONS = dataclasses.replace(
+    sft.SFT,
+    command="distill",
+    check=_check_conversations,
+    defaults={**SFT_DEFAULTS, **_DEFAULTS},
+    prepare=_prepare_conversations,
+)
+
+if __name__ == "__main__":
+    main()

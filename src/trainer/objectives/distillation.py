@@ -1,0 +1,172 @@
+"""Distillation: the student learns the teacher's distribution over the next token, in addition to the labels.
+
+Shapes: b rows, t tokens of a row, v tokens of a vocabulary.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from trainer.objectives.base import Batch, Field, Frozen, Weights
+from trainer.objectives.forward import Apply, Comparison, hidden_states
+from trainer.objectives.next_token import NextToken
+from trainer.objectives.tiling import Tiling
+from trainer.ops.divergence import Divergence, first_tokens
+from trainer.ops.losses import cross_entropy
+
+PARAMS, REST = "params", "rest"  # the two parts of the teacher's arrays
+KNOWN = "teacher_knows"  # the derived field: 1 if the teacher has all tokens of the segment up to this one
+
+
+class Schedule(NamedTuple):
+    """A value that changes from `start` to `end` within `steps` updates. `shape`: constant, linear or cosine."""
+
+    start: float
+    end: float
+    shape: str
+    steps: int
+
+    def __call__(self, step: jax.Array | None) -> Any:
+        """Returns the value after `step` updates, float32 []; `start` if `step` is None or the value is constant."""
+        if step is None or self.shape == "constant":
+            return self.start
+        progress = jnp.clip(step.astype(jnp.float32) / self.steps, 0, 1)
+        if self.shape == "cosine":
+            progress = (1 - jnp.cos(jnp.pi * progress)) / 2
+        return self.start + (self.end - self.start) * progress
+
+
+class Teacher(NamedTuple):
+    """The model from which the student learns.
+
+    Attributes:
+      apply: `backends.Model.apply`.
+      frozen: its arrays, {PARAMS: ..., REST: ...}.
+      tokens: the number of leading tokens that both vocabularies share. Divergences are computed over these tokens.
+      vocab_size: the number of its tokens.
+      tiling: the tiling with its head; None without tiles.
+    """
+
+    apply: Apply
+    frozen: Frozen
+    tokens: int
+    vocab_size: int
+    tiling: Tiling | None
+
+
+class _Compared(NamedTuple):
+    """Values of each token, float32 [b, t]."""
+
+    divergence: jax.Array
+    teacher_nll: jax.Array
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distillation(NextToken):
+    """A divergence from the teacher, mixed with the next-token loss. See `Objective`.
+
+    With the share a = `alpha` and the temperature T, the minimized terms are means over the loss-bearing tokens:
+      distill_loss: a T^2 D, where D is the divergence of softmax(logits / T) of both models. The gradient of D with
+        respect to the logits is proportional to 1 / T^2 at high temperatures (Hinton et al. 2015, arXiv:1503.02531).
+      label_loss, label_smoothing_loss: (1 - a) times lm_loss and label_smoothing_loss of `NextToken`.
+      z_loss: as in `NextToken`.
+    Measured are lm_loss, divergence (D), and teacher_lm_loss, the teacher's cross entropy at temperature 1.
+
+    The teacher has no dropout. If the student has tokens that the teacher lacks, D is 0 from the first such token of a
+    segment to the segment's end, because the teacher cannot read the text. Modules of multi-token prediction learn from
+    the labels alone.
+    """
+
+    teacher: Teacher
+    divergence: Divergence
+    alpha: Schedule
+    temperature: Schedule
+    vocab_size: int  # the number of the student's tokens
+
+    reads: ClassVar[tuple[str, ...]] = NextToken.reads
+
+    @property
+    def frozen(self) -> Frozen:
+        return self.teacher.frozen
+
+    @property
+    def of_step(self) -> bool:
+        return any(schedule.shape != "constant" for schedule in (self.alpha, self.temperature))
+
+    @property
+    def derived(self) -> Mapping[str, Field]:
+        return {KNOWN: Field()} if self.vocab_size > self.teacher.tokens else {}
+
+    def prepare(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        if not self.derived:
+            return batch
+        tokens, segments = (np.asarray(batch[name]) for name in ("inputs", "inputs_segmentation"))
+        return {**batch, KNOWN: known_so_far(tokens < self.teacher.tokens, segments).astype(np.int32)}
+
+    def weights(self, batch: Batch) -> Weights:
+        terms, tokens = super().weights(batch)
+        with_target = self._bears_loss(batch) & (batch["targets"] < self.teacher.vocab_size)
+        counts = dict.fromkeys(("distill_loss", "label_loss", "divergence"), tokens)
+        return Weights(terms | counts | {"teacher_lm_loss": jnp.sum(with_target, dtype=jnp.int32)}, tokens)
+
+    def of_hidden(
+        self, params: Any, rest: Any, hidden_bte: jax.Array, batch: Batch, **others: Any
+    ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+        frozen, step = others["frozen"], others.get("step")
+        alpha, temperature = self.alpha(step), self.temperature(step)
+        terms, logs = self.token_terms(
+            params, rest, hidden_bte, batch["targets"], other=self._comparison(frozen, batch, temperature)
+        )
+        bears_loss, compared = self._bears_loss(batch), logs.compared
+        known = bears_loss & (batch[KNOWN] != 0) if self.derived else bears_loss
+        sums = {name: jnp.sum(jnp.where(bears_loss, term, 0)) for name, term in terms.items()}
+        divergence = jnp.sum(jnp.where(known, compared.divergence, 0))
+        with_target = bears_loss & (batch["targets"] < self.teacher.vocab_size)
+        measured = {
+            "lm_loss": sums.pop("lm_loss"),
+            "divergence": divergence,
+            "teacher_lm_loss": jnp.sum(jnp.where(with_target, compared.teacher_nll, 0)),
+        }
+        minimized = {
+            "distill_loss": alpha * temperature**2 * divergence,
+            "label_loss": (1 - alpha) * measured["lm_loss"],
+            **sums,
+        }
+        if "label_smoothing_loss" in sums:
+            minimized["label_smoothing_loss"] *= 1 - alpha
+        return minimized, jax.lax.stop_gradient(measured)
+
+    def _comparison(self, frozen: Any, batch: Batch, temperature: Any) -> Comparison:
+        teacher, own = self.teacher, (frozen[PARAMS], frozen[REST])
+        readable = jnp.minimum(batch["inputs"], teacher.vocab_size - 1) if self.derived else batch["inputs"]
+        hidden_bte, _ = hidden_states(teacher.apply, *own, {**batch, "inputs": readable}, None, ())
+
+        def compare(student: jax.Array, logits: jax.Array, tokens: tuple[jax.Array, jax.Array]) -> _Compared:
+            target_bt, temperature_bt = tokens
+            # Only the logits are kept for the backward pass.
+            divergence = jax.checkpoint(self._divergence)(student, logits, temperature_bt[..., None])
+            return _Compared(divergence, cross_entropy(logits, target_bt)[0])
+
+        # An array, because the temperature may be a traced value, which the tiles' backward pass cannot close over.
+        tokens = batch["targets"], jnp.broadcast_to(jnp.float32(temperature), batch["targets"].shape)
+        return Comparison(compare, tokens, teacher.apply, *own, hidden_bte, teacher.tiling)
+
+    def _divergence(self, student: jax.Array, teacher: jax.Array, temperature: jax.Array) -> jax.Array:
+        tempered = (logits.astype(jnp.float32) / temperature for logits in (student, teacher))
+        return self.divergence(*first_tokens(self.teacher.tokens, *tempered))
+
+    def _bears_loss(self, batch: Batch) -> jax.Array:
+        return batch["targets_segmentation"] != 0
+
+
+def known_so_far(known: np.ndarray, segments: np.ndarray) -> np.ndarray:
+    """Returns whether `known` is true for all tokens of the segment up to each token, bool [b, t]. `segments`: of each
+    token; equal ones are contiguous."""
+    unknown = np.cumsum(~known, axis=1)
+    begins = np.diff(segments, axis=1, prepend=-1) != 0
+    before = np.where(begins, unknown - ~known, 0)
+    return np.asarray(unknown == np.maximum.accumulate(before, axis=1))
