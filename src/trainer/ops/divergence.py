@@ -1,7 +1,7 @@
 """Divergences between the distributions of two models over the same tokens. v: tokens of the vocabulary.
 
-Every sum has terms that are never negative: p log(p / q) - p + q, where the last two parts cancel over the vocabulary.
-Equal distributions therefore give exactly 0 and a gradient of exactly 0, which p log(p / q) alone does not.
+KL(p || q) is the sum of p log(p / q) - p + q. The last two parts cancel over the vocabulary, but without them rounding
+would give equal distributions a gradient other than 0.
 """
 
 import functools

@@ -1,0 +1,321 @@
+"""Distillation: terms and gradients against float64, tiles, microbatches, vocabularies, and 30 steps of TRL's GKD.
+
+`ops/test_divergence.py` compares the divergences themselves with their definitions.
+"""
+
+import dataclasses
+import json
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import ALL_COMBINATIONS, LAST_CASE, arguments, first_tree, lowered_update, packed_batch, pinned, state_from
+
+from trainer.config.dump import as_words
+from trainer.config.errors import UserError
+from trainer.config.load import load
+from trainer.data.batches import make_batch
+from trainer.leaves.source import nested, parted
+from trainer.objectives.distillation import KNOWN, Schedule, known_so_far
+from trainer.ops.divergence import divergence_of
+from trainer.training.batches import placed
+from trainer.training.build import build
+from trainer.training.step import make_gradients
+from trainer.weights.model_keys import model_config
+from trainer.weights.open import open_source, weight_shapes
+
+TESTS = Path(__file__).parents[2]
+GOLDEN, MODEL = json.loads((TESTS / "distillation" / "trl.json").read_text()), TESTS / "goldens" / "llama"
+TEACHER = {"base_emb_dim": 24, "base_num_decoder_layers": 3, "base_mlp_dim": 40, "logits_via_embedding": False}
+KEYS = {"use_distill": True, "vocab_size": 64, "distill_alpha": 0.7, "distill_temperature": 1.5}
+LOSSES = ("forward_kl", "reverse_kl", "jensen_shannon")
+
+
+@cache
+def built(combination="nnx", devices=1, vocab_size=64, **keys):
+    sizes = {"base_num_query_heads": 4, "base_num_kv_heads": 2, "head_dim": 8, "vocab_size": vocab_size}
+    words = arguments(combination, **KEYS | {"teacher_overrides": TEACHER | sizes} | keys)
+    return build(load(words).config, jax.devices()[:devices])
+
+
+def drawn(abstract, seed=3, scale=0.5):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda leaf: (scale * rng.normal(size=leaf.shape)).astype(leaf.dtype), abstract)
+
+
+def example(run):
+    """Returns a first state, the teacher's arrays, and a batch with padding and tokens without loss."""
+    batch = packed_batch(run.config, run.rows)
+    batch["targets_segmentation"][1, ::3] = 0
+    return first_tree(run), jax.device_put(drawn(run.frozen.abstract)), batch
+
+
+def gradients(run, tree, frozen, batch):
+    fn = run.sharded(make_gradients(run.config, run.objective, run.param_shardings))
+    return jax.device_get(jax.jit(fn)(tree, placed(run, batch), frozen))
+
+
+def float64_logits(run, apply, params, rest, batch):
+    """Returns logits in float64, from the model in float32."""
+    inputs = (batch["inputs"], batch["inputs_position"], batch["inputs_segmentation"], batch["row"])
+
+    def forward(params):
+        hidden = apply(params, rest, *inputs)[0]
+        return apply(params, rest, hidden, method="head")[0]
+
+    return np.asarray(jax.jit(run.sharded(forward))(params), np.float64)
+
+
+def log_softmax(x):
+    return x - np.logaddexp.reduce(x, axis=-1, keepdims=True)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_terms_are_those_of_float64(name):
+    run = built(distill_loss=name, distill_jensen_shannon_weight=0.3)
+    tree, frozen, batch = example(run)
+    found = gradients(run, tree, frozen, batch)
+    own = float64_logits(run, run.model.apply, tree.params, tree.rest, batch)
+    theirs = float64_logits(run, run.objective.teacher.apply, frozen["params"], frozen["rest"], batch)
+    real = batch["targets_segmentation"] != 0
+
+    def mean(values):
+        return values[real].mean()
+
+    log_p, log_q = log_softmax(theirs / 1.5), log_softmax(own / 1.5)
+    mixture = np.log(0.3 * np.exp(log_p) + 0.7 * np.exp(log_q))
+
+    def kl(a, b):
+        return np.sum(np.exp(a) * (a - b), -1)
+
+    divergence = {
+        "forward_kl": kl(log_p, log_q),
+        "reverse_kl": kl(log_q, log_p),
+        "jensen_shannon": 0.3 * kl(log_p, mixture) + 0.7 * kl(log_q, mixture),
+    }[name]
+    nll, teacher_nll = (
+        -np.take_along_axis(log_softmax(x), batch["targets"][..., None], -1)[..., 0] for x in (own, theirs)
+    )
+    expected = {
+        "divergence": mean(divergence),
+        "distill_loss": 0.7 * 1.5**2 * mean(divergence),
+        "lm_loss": mean(nll),
+        "label_loss": 0.3 * mean(nll),
+        "teacher_lm_loss": mean(teacher_nll),
+    }
+    assert {name: float(value) for name, value in found.means.items()} == pytest.approx(expected, rel=2e-5)
+    assert found.loss == pytest.approx(expected["distill_loss"] + expected["label_loss"], rel=2e-5)
+
+
+def close(left, right, tolerance=1e-5):
+    """Sums in another order differ by rounding."""
+    assert left.loss == pytest.approx(right.loss, rel=tolerance)
+    for name, value in left.means.items():
+        assert value == pytest.approx(right.means[name], rel=tolerance, abs=tolerance)
+    for one, other in zip(*map(jax.tree.leaves, (left.grads, right.grads)), strict=True):
+        np.testing.assert_allclose(one, other, atol=tolerance * np.abs(other).max())
+
+
+OTHERS = {
+    "tiles": {"num_vocab_tiling": 4},
+    "microbatches": {"gradient_accumulation_steps": 2, "per_device_batch_size": 2},
+    "mesh": {
+        "devices": 8,
+        "per_device_batch_size": 0.5,
+        "ici_fsdp_parallelism": 2,
+        "ici_tensor_parallelism": 2,
+        "ici_data_parallelism": 2,
+        "num_vocab_tiling": 4,
+    },
+    "Zero-1": {
+        "devices": 4,
+        "per_device_batch_size": 1,
+        "ici_data_parallelism": 4,
+        "ici_fsdp_parallelism": 1,
+        "shard_optimizer_over_data": True,
+    },
+    "context": {
+        "devices": 2,
+        "per_device_batch_size": 2,
+        "ici_context_parallelism": 2,
+        "ici_fsdp_parallelism": 1,
+        "num_vocab_tiling": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_neither_tiles_nor_microbatches_nor_the_mesh_change_it(case):
+    run = built()
+    tree, frozen, batch = example(run)
+    found = gradients(built(**OTHERS[case]), tree, frozen, batch)
+    close(found, gradients(run, tree, frozen, batch))
+
+
+def test_the_gradient_is_that_of_finite_differences():
+    run = built(distill_loss="jensen_shannon", num_vocab_tiling=4)
+    tree, frozen, batch = example(run)
+    found = gradients(run, tree, frozen, batch)
+    direction = jax.tree.map(lambda grad: grad / np.linalg.norm(grad), found.grads["decoder"])
+
+    def loss(step):
+        moved = jax.tree.map(lambda x, d: x + step * d, tree.params["decoder"], direction)
+        return float(gradients(run, tree._replace(params=tree.params | {"decoder": moved}), frozen, batch).loss)
+
+    pairs = zip(*map(jax.tree.leaves, (found.grads["decoder"], direction)), strict=True)
+    slope = sum(float(np.sum(x * d)) for x, d in pairs)
+    assert (loss(1e-2) - loss(-1e-2)) / 2e-2 == pytest.approx(slope, rel=1e-2)  # float32
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_student_with_its_teachers_weights_has_nothing_to_learn(name):
+    same = {"teacher_overrides": {key: load(arguments("nnx")).config[key] for key in SAME}, "distill_alpha": 1.0}
+    run = built(distill_loss=name, **same)
+    tree, _, batch = example(run)
+    frozen = jax.device_put({"params": tree.params, "rest": tree.rest})
+    found = gradients(run, tree, frozen, batch)
+    assert abs(found.means["divergence"]) < 1e-6
+    assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(found.grads)) < 1e-5
+
+
+SAME = (
+    *("base_emb_dim", "base_num_query_heads", "base_num_kv_heads", "base_mlp_dim", "base_num_decoder_layers"),
+    *("head_dim", "vocab_size", "logits_via_embedding"),
+)
+
+
+@pytest.mark.parametrize("shape", ["linear", "cosine"])
+def test_schedules_are_maxtexts(shape):
+    schedule = Schedule(0.2, 0.9, shape, 10)
+    for step in (0, 3, 10, 15):
+        progress = min(step / 10, 1)
+        by_cosine = 0.9 + (0.2 - 0.9) * 0.5 * (1 + np.cos(np.pi * progress))
+        expected = 0.2 + 0.7 * progress if shape == "linear" else by_cosine
+        assert schedule(jnp.int32(step)) == pytest.approx(expected, abs=1e-6)
+    assert schedule(None) == 0.2
+    assert Schedule(0.2, 0.2, "constant", 10)(jnp.int32(5)) == 0.2
+
+
+def test_a_schedule_changes_the_terms_of_later_updates():
+    ends = {"distill_alpha_schedule": "linear", "distill_alpha_end": 0.1}
+    ends |= {"distill_temperature_schedule": "linear", "distill_temperature_end": 1.0, "steps": 10}
+    run = built(num_vocab_tiling=4, gradient_accumulation_steps=2, per_device_batch_size=2, **ends)
+    tree, frozen, batch = example(run)
+    late = gradients(run, tree._replace(step=np.int32(5)), frozen, batch)
+    close(late, gradients(built(distill_alpha=0.4, distill_temperature=1.25), tree, frozen, batch))
+
+
+@pytest.mark.parametrize("vocab_size", [56, 72])
+def test_a_teacher_with_fewer_or_more_tokens(vocab_size):
+    """Only shared tokens are compared, and no text that the teacher cannot read."""
+    run = built(vocab_size=vocab_size)
+    tree, frozen, batch = example(run)
+    found = gradients(run, tree, frozen, batch)
+    shared, readable = min(vocab_size, 64), np.minimum(batch["inputs"], vocab_size - 1)
+    own = float64_logits(run, run.model.apply, tree.params, tree.rest, batch)
+    at = batch | {"inputs": readable}
+    theirs = float64_logits(run, run.objective.teacher.apply, frozen["params"], frozen["rest"], at)
+    log_p, log_q = (log_softmax(x[..., :shared] / 1.5) for x in (theirs, own))
+    real = batch["targets_segmentation"] != 0
+    known = real & known_so_far(batch["inputs"] < shared, batch["inputs_segmentation"])
+    assert known.sum() < real.sum() if vocab_size < 64 else (known == real).all()
+    expected = np.sum(np.exp(log_p) * (log_p - log_q), -1)[known].sum() / real.sum()
+    assert found.means["divergence"] == pytest.approx(expected, rel=2e-5)
+    assert (KNOWN in run.objective.prepare(batch)) == (vocab_size < 64)
+
+
+def test_texts_are_read_up_to_an_unknown_token_of_their_segment():
+    known = np.array([[1, 0, 1, 1, 0, 0, 1, 1]], bool)
+    segments = np.array([[1, 1, 1, 2, 2, 3, 3, 0]])
+    assert known_so_far(known, segments).tolist() == [[True, False, False, True, False, False, False, True]]
+
+
+@pytest.mark.rest(covered_by="test_all_combinations_have_the_same_program", cases=LAST_CASE)
+@pytest.mark.parametrize("combination", ALL_COMBINATIONS)
+def test_all_combinations_have_the_same_program(combination):
+    everything = {"num_vocab_tiling": 4, "mtp_num_layers": 1, "distill_alpha_schedule": "linear"}
+    everything |= {"distill_alpha_end": 0.9, "gradient_accumulation_steps": 2, "per_device_batch_size": 2}
+    assert lowered_update(built(combination, **everything)).as_text() == reference_text(**everything)
+
+
+@cache
+def reference_text(**keys):
+    return lowered_update(built(ALL_COMBINATIONS[0], **keys)).as_text()
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ({"distill_alpha": 0.0}, "nothing would be learned"),
+        ({"use_dpo": True, "dataset_type": "grain"}, "use_dpo=true"),
+        ({"ici_pipeline_parallelism": 2}, "does not run in a pipeline"),
+        ({"distill_alpha_schedule": "linear"}, "name the value at the end"),
+        ({"distill_alpha_schedule": "linear", "distill_alpha_end": 1.5}, "from 0 to 1"),
+        ({"distill_temperature_schedule": "cosine", "distill_temperature_end": 0.0}, "above 0"),
+        ({"teacher_overrides": {"load_parameters_path": "x"}}, "is teacher_path"),
+        ({"teacher_overrides": {"max_target_length": 8}}, "same value for student and teacher"),
+        ({"teacher_overrides": {}}, "there is no teacher"),
+        ({"teacher_overrides": {"head_dim": 7}}, "teacher_path=.*head_dim"),
+    ],
+)
+def test_what_is_refused(keys, problem):
+    with pytest.raises(UserError, match=problem):
+        build(load(arguments("nnx", **KEYS | keys)).config, jax.devices()[:1])
+
+
+def rows_of(sequences, length=32):
+    """Returns a batch with one sequence in each row; only completions bear loss."""
+    fields = np.zeros((4, len(sequences), length), np.int32)
+    for row, sequence in enumerate(sequences):
+        prompt, tokens = len(sequence["prompt"]), [*sequence["prompt"], *sequence["completion"]]
+        count = len(tokens) - 1
+        fields[:2, row, :count] = tokens[:-1], tokens[1:]
+        fields[2:, row, :count] = 1, np.arange(count) >= prompt - 1
+    inputs, targets, segments, bears_loss = fields
+    return make_batch(inputs, targets, segments, bears_loss.astype(bool)) | {
+        "row": np.arange(len(sequences), dtype=np.int32)
+    }
+
+
+def weights_at(place, config):
+    source = open_source(str(place))
+    leaves = source.leaves(config, weight_shapes(config))
+    return {name: leaf.read(np.dtype(np.float32), lambda size: None) for name, leaf in leaves.items()}
+
+
+@pytest.mark.parametrize("name", GOLDEN["runs"])
+def test_thirty_steps_are_those_of_trl(name):
+    """TRL has no factor T^2, so its learning rate is T^2 times ours."""
+    there = GOLDEN["runs"][name]
+    divergence = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(there["beta"], "jensen_shannon")
+    square = there["temperature"] ** 2
+    keys = {"use_distill": True, "teacher_path": str(TESTS / "distillation" / "teacher"), "distill_alpha": 1.0}
+    keys |= {"distill_temperature": there["temperature"], "distill_loss": divergence, "dtype": "float32"}
+    keys |= {"distill_jensen_shannon_weight": there["beta"]} if divergence == "jensen_shannon" else {}
+    keys |= {"learning_rate": there["learning_rate"] / square, "lr_schedule_type": "constant", "opt_type": "sgd"}
+    keys |= {"warmup_steps_fraction": 0, "max_target_length": 32, "per_device_batch_size": 4}
+    keys |= {"gradient_clipping_threshold": 0}
+    config = model_config(open_source(str(MODEL)).keys, as_words(pinned("nnx") | keys), str(MODEL))
+    run = build(config, jax.devices()[:1])
+    tree = first_tree(run, parted(nested(weights_at(MODEL, config)), run.model.abstract[1])[0])
+    state, frozen, found = state_from(run, tree), run.frozen.make(), []
+    step = run.step.lower(*run.abstract_args()).compile()
+    sequences = GOLDEN["sequences"]
+    for i in range(30):
+        batch = rows_of([sequences[(4 * i + j) % len(sequences)] for j in range(4)])
+        state, metrics = step(state, placed(run, batch), frozen)
+        found.append(float(metrics["loss"]) / square)
+    np.testing.assert_allclose(found, there["losses"], rtol=2e-4)  # rounding of float32, which training amplifies
+
+
+def test_a_custom_divergence_replaces_it():
+    """The objective takes any divergence."""
+    run = built()
+    twice = dataclasses.replace(run.objective, divergence=lambda *x: 2 * divergence_of("forward_kl", 0.5)(*x))
+    tree, frozen, batch = example(run)
+    found = gradients(run._replace(objective=twice), tree, frozen, batch)
+    expected = gradients(run, tree, frozen, batch)
+    assert found.means["divergence"] == pytest.approx(2 * expected.means["divergence"])
