@@ -1,0 +1,89 @@
+"""Compares the vocabularies of two tokenizers token by token, for distillation: `shared_tokens`."""
+
+from typing import NamedTuple
+
+from trainer.config.errors import UserError
+from trainer.config.words import counted
+from trainer.data.tokenizer import Tokenizer
+
+_SHOWN = 40  # characters of a token in a message
+
+
+class Shared(NamedTuple):
+    """The tokens that two tokenizers have in common.
+
+    Attributes:
+      tokens: the number of leading ids that mean the same in both tokenizers: the smaller of `student` and `teacher`.
+      student, teacher: the number of tokens of each tokenizer: its largest id + 1. The models may have more rows.
+      note: a line for the user if one vocabulary is a prefix of the other, or if documents begin or end with different
+        tokens; else "".
+    """
+
+    tokens: int
+    student: int
+    teacher: int
+    note: str
+
+
+def shared_tokens(
+    student: Tokenizer,
+    teacher: Tokenizer,
+    names: tuple[str, str] = ("the student's tokenizer", "the teacher's tokenizer"),
+) -> Shared:
+    """Compares the tokens with equal ids. `names`: of the two tokenizers, for messages.
+
+    Two tokens are equal if their bytes are (`Tokenizer.vocabulary`; of a special token, its name), in tokenizers of all
+    types. A special token must not be an ordinary token of the other tokenizer. It may be an added token there that is
+    not marked as special: formats and published files differ in these marks. An id may lack a token in both tokenizers,
+    but not in one.
+
+    Merges and the splitting of texts may differ: only the student's tokenizer makes tokens of texts. Documents may
+    begin and end with different tokens, because their ids mean the same in both; a note names these tokens.
+
+    Raises:
+      UserError: an id of both tokenizers has different tokens.
+    """
+    both = (student, teacher)
+    ours, theirs = (tokenizer.vocabulary() for tokenizer in both)
+    special = [set(tokenizer.special_tokens.values()) for tokenizer in both]
+    added = [set(tokenizer.markers.values()) | special[i] for i, tokenizer in enumerate(both)]
+    ordinary_in_one = (special[0] - added[1]) | (special[1] - added[0])
+    common = min(len(ours), len(theirs))
+    differing = [i for i in range(common) if ours[i] != theirs[i] or i in ordinary_in_one]
+
+    def shown(one: int, other: int) -> list[str]:
+        cases = zip((ours, theirs), special, (one, other), strict=True)
+        return [_shown(tokens[i], i in ids) for tokens, ids, i in cases]
+
+    if differing:
+        first, second = shown(differing[0], differing[0])
+        raise UserError(
+            f"{names[0]} and {names[1]} differ in {len(differing):,} of {counted(common, 'token')}. The first is token "
+            f"{differing[0]}: {first} and {second}. A student learns the probabilities of tokens by id, so both models "
+            "need the same vocabulary: take a teacher of the student's model family, or a student that was made with "
+            "the teacher's tokenizer"
+        )
+    notes = []
+    over = f"the divergence is computed over the {common:,} common tokens only"
+    if rest := theirs[common:]:
+        more = counted(len(rest) - rest.count(None), "more token")
+        notes.append(f"{names[1]} has {more}: {over}, and the teacher's distribution leaves out the others")
+    if rest := ours[common:]:
+        more = counted(len(rest) - rest.count(None), "more token")
+        notes.append(f"{names[0]} has {more}: {over}, and after the others, a document is trained on its labels alone")
+    for role, one, other in (("begin", student.bos, teacher.bos), ("end", student.eos, teacher.eos)):
+        if one is not None and other is not None and one != other:
+            first, second = shown(one, other)
+            notes.append(f"documents {role} with {first} as in {names[0]}, not with {second} as in {names[1]}")
+    return Shared(common, len(ours), len(theirs), "; ".join(notes))
+
+
+def _shown(token: bytes | None, is_special: bool) -> str:
+    if token is None:
+        return "no token"
+    try:
+        text = token.decode()
+    except UnicodeDecodeError:
+        return f"the bytes {token[:_SHOWN]!r}"
+    cut = f"... ({len(text)} characters)" if len(text) > _SHOWN else ""
+    return f"the {'special' if is_special else 'ordinary'} token {text[:_SHOWN]!r}{cut}"
