@@ -1,6 +1,7 @@
 """Tokenizers: the interface, tokenizers in tokenizer.json files (including those trained here), and bytes."""
 
 import abc
+import codecs
 import functools
 import hashlib
 import json
@@ -37,7 +38,7 @@ BYTE = re.compile("<0x([0-9A-F]{2})>")  # a token that stands for one byte
 # and the other bytes are mapped to the characters from U+0100 on, in order.
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
-_BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
+_BYTE_OF = {byte: byte for byte in _PRINTABLE} | {256 + i: byte for i, byte in enumerate(_OTHERS)}
 _NO_UNKNOWN = (
     "; a tokenizer without a token for unknown text must have tokens for all text: take another tokenizer_path, or add "
     "the token to its vocabulary"
@@ -142,6 +143,12 @@ class Tokenizer(abc.ABC):
         before = self.encode("a")  # a tokenizer may remove a space at the beginning
         return self.decode([*before, token])[len(self.decode(before)) :].encode()
 
+    def vocabulary(self) -> list[bytes | None]:
+        """Returns the bytes of each token by id: its UTF-8, or its name if it is special; None for an id without a
+        token. Tokenizers in different files, or of different types, have equal bytes for equal tokens."""
+        names = {i: name.encode() for name, i in self.special_tokens.items()}
+        return [names[i] if i in names else self.token_bytes(i) for i in range(self.vocab_size)]
+
     def id_of(self, name: str) -> int | None:
         """Returns the token with this name; None if there is no such token."""
         return self.special_tokens.get(name)
@@ -196,7 +203,9 @@ class JsonTokenizer(Tokenizer):
         ids = inner.get_vocab()
         self.vocab_size = max(ids.values()) + 1
         self.bos, self.eos = (None if name is None else ids[name] for name in self._names)
-        if _is_byte_level(json.loads(inner.to_str())):
+        spec = json.loads(inner.to_str())
+        self._in_bytes = (spec.get("decoder") or {}).get("type") == "ByteLevel"
+        if _is_byte_level(spec):
             self.bytes_per_token = np.zeros(self.vocab_size, np.int32)
             for token, i in ids.items():
                 # A byte-level token is written with one character per byte.
@@ -266,10 +275,19 @@ class JsonTokenizer(Tokenizer):
 
     def token_bytes(self, token: int) -> bytes:
         piece = self._inner.id_to_token(token) or ""
-        if byte := BYTE.fullmatch(piece):
-            return bytes.fromhex(byte[1])
-        added = token in self._inner.get_added_tokens_decoder()
-        return super().token_bytes(token) if self.bytes_per_token is None or added else bytes(map(_BYTE_OF.get, piece))  # type: ignore[arg-type]
+        if self._in_bytes and token not in self._inner.get_added_tokens_decoder():
+            return _of_byte_level(piece)
+        return piece_bytes(piece) if BYTE.fullmatch(piece) else super().token_bytes(token)
+
+    def vocabulary(self) -> list[bytes | None]:
+        found: list[bytes | None] = [None] * self.vocab_size
+        convert = _of_byte_level if self._in_bytes else piece_bytes
+        for piece, i in self._inner.get_vocab().items():
+            # The package lists them in random order, and damaged files repeat ids.
+            found[i] = max(found[i] or b"", convert(piece))
+        for i, token in self._inner.get_added_tokens_decoder().items():
+            found[i] = token.content.encode() if self._in_bytes else piece_bytes(token.content)
+        return found
 
     @property
     def before_text(self) -> list[int]:
@@ -339,6 +357,19 @@ class ByteTokenizer(Tokenizer):
 
     def save(self, directory: Path) -> None:
         (directory / CONFIG_FILE).write_text(json.dumps({"tokenizer_type": "bytes"}) + "\n", encoding="utf-8")
+
+
+def piece_bytes(piece: str) -> bytes:
+    """Returns the UTF-8 of a token of sentencepiece, which writes a space as U+2581, and some bytes in hexadecimal."""
+    byte = BYTE.fullmatch(piece)
+    return bytes.fromhex(byte[1]) if byte else piece.replace("\u2581", " ").encode()
+
+
+def _of_byte_level(piece: str) -> bytes:
+    try:
+        return codecs.charmap_encode(piece, "strict", _BYTE_OF)[0]
+    except UnicodeEncodeError:  # the package's decoder, too, keeps a token with other characters as it is
+        return piece.encode()
 
 
 def _is_byte_level(spec: dict[str, Any]) -> bool:

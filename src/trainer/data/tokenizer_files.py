@@ -27,7 +27,15 @@ from trainer.data.beside import read_beside
 from trainer.data.chat_files import template_beside
 from trainer.data.gguf_tokenizer import KIND, NO_TOKENIZER, tokenizer_files
 from trainer.data.growth import growth_problem
-from trainer.data.tokenizer import BYTE, CONFIG_FILE, ByteTokenizer, JsonTokenizer, Tokenizer, package_errors
+from trainer.data.tokenizer import (
+    BYTE,
+    CONFIG_FILE,
+    ByteTokenizer,
+    JsonTokenizer,
+    Tokenizer,
+    package_errors,
+    piece_bytes,
+)
 from trainer.leaves.gguf_file import read_gguf
 from trainer.runtime.folders import check_folder, read_bounded
 
@@ -131,14 +139,15 @@ class SentencePieceTokenizer(Tokenizer):
         self._inner = sentencepiece.SentencePieceProcessor()
         try:
             self._inner.LoadFromSerializedProto(self._data)
-        except RuntimeError as error:
+            self._names = self._inner.id_to_piece(list(range(self._inner.vocab_size())))
+        except (RuntimeError, UnicodeDecodeError) as error:
             raise UserError(f"tokenizer_path: {file} is not a sentencepiece model ({error})") from error
-        self.vocab_size = self._inner.vocab_size()
+        self.vocab_size = len(self._names)
         bos, eos = self._inner.bos_id(), self._inner.eos_id()
         self.bos = (bos if bos >= 0 else _required(eos, file, "add_bos")) if add_bos else None
         self.eos = _required(eos, file, "add_eos") if add_eos else None
         ids = {"bos_token": bos, "eos_token": eos}
-        self.special_names = {name: self._inner.id_to_piece(i) for name, i in ids.items() if i >= 0}
+        self.special_names = {role: self._names[i] for role, i in ids.items() if i >= 0}
 
     @property
     def fingerprint(self) -> str:
@@ -148,8 +157,11 @@ class SentencePieceTokenizer(Tokenizer):
         return self._inner.encode(list(texts))
 
     def token_bytes(self, token: int) -> bytes:
-        byte = BYTE.fullmatch(self._inner.id_to_piece(token))
-        return bytes.fromhex(byte[1]) if byte else super().token_bytes(token)
+        piece = self._names[token]
+        return piece_bytes(piece) if BYTE.fullmatch(piece) else super().token_bytes(token)
+
+    def vocabulary(self) -> list[bytes | None]:
+        return [piece_bytes(piece) for piece in self._names]
 
     def id_of(self, name: str) -> int | None:
         found = self._inner.piece_to_id(name)
@@ -160,10 +172,10 @@ class SentencePieceTokenizer(Tokenizer):
 
     def _markers(self) -> Mapping[str, int]:
         # The package does not report which pieces are user-defined symbols, such as <end_of_turn>.
-        return self._pieces(lambda i: _SYMBOL.fullmatch(self._inner.id_to_piece(i)) and not self._inner.is_byte(i))
+        return self._pieces(lambda i: _SYMBOL.fullmatch(self._names[i]) and not self._inner.is_byte(i))
 
     def _pieces(self, chosen: Callable[[int], Any]) -> dict[str, int]:
-        return {self._inner.id_to_piece(i): i for i in range(self.vocab_size) if chosen(i)}
+        return {name: i for i, name in enumerate(self._names) if chosen(i)}
 
     def _ends(self, text: str) -> tuple[Sequence[int], Sequence[int]]:
         pieces = self._inner.encode(text, return_type="proto").pieces

@@ -123,9 +123,10 @@ def test_sentencepiece(piece: Path, tmp_path: Path):
     assert 1 not in tokenizer.encode("<s> is text")
     assert tokenizer.encode_many([text, text]) == [ids, ids]
     assert_reads_back(tokenizer, tmp_path / "saved")
-    (tmp_path / "bad.model").write_bytes(b"\x00 no model")
-    with pytest.raises(UserError, match=r"bad.model is not a sentencepiece model"):
-        load_tokenizer(str(tmp_path / "bad.model"), "auto", **BOTH)
+    for bad in (b"\x00 no model", piece.read_bytes().replace(b"<unk>", b"<\xffnk>")):
+        (tmp_path / "bad.model").write_bytes(bad)
+        with pytest.raises(UserError, match=r"bad.model is not a sentencepiece model"):
+            load_tokenizer(str(tmp_path / "bad.model"), "sentencepiece", **BOTH)
 
 
 def json_tokenizer(folder: Path, special: list[str], normalizer=None, config: dict | None = None) -> str:
@@ -169,7 +170,9 @@ def test_a_tokenizer_that_changes_text_counts_no_bytes(tmp_path: Path):
     from tokenizers import normalizers
 
     path = json_tokenizer(tmp_path / "nfc", ["</s>"], normalizers.NFC())
-    assert load_tokenizer(path, "auto", **BOTH).bytes_per_token is None
+    tokenizer = load_tokenizer(path, "auto", **BOTH)
+    assert tokenizer.bytes_per_token is None
+    assert [tokenizer.token_bytes(token) for token in tokenizer.encode("\u00e4")] == [b"\xc3", b"\xa4"]
 
 
 def test_a_tokenizer_that_drops_merges_at_random_does_not(tmp_path: Path):
