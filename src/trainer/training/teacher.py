@@ -88,7 +88,8 @@ def teacher_config(config: Config, devices: Sequence[jax.Device]) -> tuple[Confi
             raise UserError(f"there is no teacher; give its folder, or to compile without one: {_PRESET}")
         return resolve({**loaded.config, _RULES: config[_RULES]}, **hardware(devices)), averaged
     except UserError as error:
-        raise UserError(f"{_PLACE}={path}: {error}") from error
+        place = f"at {_PLACE}={path}" if path else "in teacher_overrides"
+        raise UserError(f"the teacher {place}: {error}") from error
 
 
 def of_tokenizers(loaded: Loaded, say: Callable[[str], None]) -> dict[str, Any]:

@@ -12,7 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import ALL_COMBINATIONS, LAST_CASE, arguments, first_tree, lowered_update, packed_batch, pinned, state_from
+from support import (
+    ALL_COMBINATIONS,
+    LAST_CASE,
+    TINY,
+    arguments,
+    first_tree,
+    lowered_update,
+    packed_batch,
+    pinned,
+    state_from,
+)
 
 from trainer.config.dump import as_words
 from trainer.config.errors import UserError
@@ -30,14 +40,19 @@ from trainer.weights.open import open_source, weight_shapes
 TESTS = Path(__file__).parents[2]
 GOLDEN, MODEL = json.loads((TESTS / "distillation" / "trl.json").read_text()), TESTS / "goldens" / "llama"
 TEACHER = {"base_emb_dim": 24, "base_num_decoder_layers": 3, "base_mlp_dim": 40, "logits_via_embedding": False}
+SIZES = (
+    *("base_emb_dim", "base_num_query_heads", "base_num_kv_heads", "base_mlp_dim", "base_num_decoder_layers"),
+    *("head_dim", "vocab_size", "logits_via_embedding"),
+)
 KEYS = {"use_distill": True, "vocab_size": 64, "distill_alpha": 0.7, "distill_temperature": 1.5}
 LOSSES = ("forward_kl", "reverse_kl", "jensen_shannon")
 
 
 @cache
-def built(combination="nnx", devices=1, vocab_size=64, **keys):
-    sizes = {"base_num_query_heads": 4, "base_num_kv_heads": 2, "head_dim": 8, "vocab_size": vocab_size}
-    words = arguments(combination, **KEYS | {"teacher_overrides": TEACHER | sizes} | keys)
+def built(combination="nnx", devices=1, vocab_size=64, same=False, **keys):
+    """Returns a run whose teacher has `vocab_size` tokens, or with `same` the sizes of the student."""
+    sizes = {name: TINY[name] for name in SIZES} | ({} if same else TEACHER | {"vocab_size": vocab_size})
+    words = arguments(combination, **KEYS | {"teacher_overrides": sizes} | keys)
     return build(load(words).config, jax.devices()[:devices])
 
 
@@ -172,19 +187,12 @@ def test_the_gradient_is_that_of_finite_differences():
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_student_with_its_teachers_weights_has_nothing_to_learn(name):
-    same = {"teacher_overrides": {key: load(arguments("nnx")).config[key] for key in SAME}, "distill_alpha": 1.0}
-    run = built(distill_loss=name, **same)
+    run = built(distill_loss=name, distill_alpha=1.0, same=True)
     tree, _, batch = example(run)
     frozen = jax.device_put({"params": tree.params, "rest": tree.rest})
     found = gradients(run, tree, frozen, batch)
     assert abs(found.means["divergence"]) < 1e-6
     assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(found.grads)) < 1e-5
-
-
-SAME = (
-    *("base_emb_dim", "base_num_query_heads", "base_num_kv_heads", "base_mlp_dim", "base_num_decoder_layers"),
-    *("head_dim", "vocab_size", "logits_via_embedding"),
-)
 
 
 @pytest.mark.parametrize("shape", ["linear", "cosine"])
@@ -258,7 +266,7 @@ def reference_text(**keys):
         ({"teacher_overrides": {"load_parameters_path": "x"}}, "is teacher_path"),
         ({"teacher_overrides": {"max_target_length": 8}}, "same value for student and teacher"),
         ({"teacher_overrides": {}}, "there is no teacher"),
-        ({"teacher_overrides": {"head_dim": 7}}, "teacher_path=.*head_dim"),
+        ({"teacher_overrides": {"base_num_query_heads": 3}}, "(?s)the teacher in teacher_overrides: .*base_num_query_heads"),
     ],
 )
 def test_what_is_refused(keys, problem):
@@ -273,7 +281,7 @@ def rows_of(sequences, length=32):
         prompt, tokens = len(sequence["prompt"]), [*sequence["prompt"], *sequence["completion"]]
         count = len(tokens) - 1
         fields[:2, row, :count] = tokens[:-1], tokens[1:]
-        fields[2:, row, :count] = 1, np.arange(count) >= prompt - 1
+        fields[2, row, :count], fields[3, row, :count] = 1, np.arange(count) >= prompt - 1
     inputs, targets, segments, bears_loss = fields
     return make_batch(inputs, targets, segments, bears_loss.astype(bool)) | {
         "row": np.arange(len(sequences), dtype=np.int32)
@@ -308,7 +316,7 @@ def test_thirty_steps_are_those_of_trl(name):
         batch = rows_of([sequences[(4 * i + j) % len(sequences)] for j in range(4)])
         state, metrics = step(state, placed(run, batch), frozen)
         found.append(float(metrics["loss"]) / square)
-    np.testing.assert_allclose(found, there["losses"], rtol=2e-4)  # rounding of float32, which training amplifies
+    np.testing.assert_allclose(found, there["losses"], rtol=5e-5)  # rounding of float32, which training amplifies
 
 
 def test_a_custom_divergence_replaces_it():
