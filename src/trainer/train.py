@@ -380,6 +380,7 @@ def _say_what_runs(console, loaded: Loaded, run, dataset, run_folder) -> None:
     from trainer.state import table
     from trainer.training.passes import mixture_lines, passes_text
     from trainer.training.reports import run_work
+    from trainer.training.teacher import teacher_text
 
     device, masked = run.mesh.devices.flat[0], [kernel.name for kernel in masked_kernels(run.config)]
     console.banner(
@@ -398,6 +399,7 @@ def _say_what_runs(console, loaded: Loaded, run, dataset, run_folder) -> None:
             run.config, *quantized_and_float(run.config, run.model.param_axes), masked, adapted_names(run.config)
         ),
         pipeline=stage_text(stacks(run.config)),
+        teacher=teacher_text(run),
         warnings=[*loaded.warnings, *without_effect_here(run.config, loaded.changed, loaded.config)],
     )
     for line in (*mixture_lines(run.config, dataset), *chosen(loaded.config, run.config)):

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from trainer.config.keys import Config
 from trainer.objectives.base import Batch, Field, Frozen, Weights
 from trainer.objectives.forward import Apply, Comparison, hidden_states
 from trainer.objectives.next_token import NextToken
@@ -44,18 +45,23 @@ class Teacher(NamedTuple):
     """The model from which the student learns.
 
     Attributes:
+      config: its resolved configuration.
       apply: `backends.Model.apply`.
       frozen: its arrays, {PARAMS: ..., REST: ...}.
       tokens: the number of leading tokens that both vocabularies share. Divergences are computed over these tokens.
-      vocab_size: the number of its tokens.
       tiling: the tiling with its head; None without tiles.
     """
 
+    config: Config
     apply: Apply
     frozen: Frozen
     tokens: int
-    vocab_size: int
     tiling: Tiling | None
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of its tokens."""
+        return int(self.config.vocab_size)
 
 
 class _Compared(NamedTuple):

@@ -67,6 +67,7 @@ def banner_rows(
     passes: str = "",
     products: Sequence[tuple[str, str]] = (),
     pipeline: str = "",
+    teacher: str = "",
 ) -> list[tuple[str, str]]:
     """Returns (label, text) rows for the resolved `config`.
 
@@ -78,25 +79,21 @@ def banner_rows(
       passes: the text after the number of steps (`training.passes_text`).
       products: rows on quantized, sparse and adapted matrices (`product_rows`).
       pipeline: a description of the stages; "" without a pipeline.
+      teacher: a description of the teacher; "" without one.
     """
     rows, length, tokens = global_batch_rows(config), config.max_target_length, work_of(config, 0.0).tokens
     reason = why_no_kernel(config, mesh_axes(config), platform, capability) or _bias(config, capability)
     batch = f"{counted(rows, 'row')} x {counted(length, 'token')} = {counted(tokens, 'position')} per step"
     if config.gradient_accumulation_steps > 1:
         batch += f", in {config.gradient_accumulation_steps} microbatches"
+    some = trained not in (None, parameters)
     return [
         ("devices", devices_text(config, device_kind, platform, process_count)),
         ("mesh", mesh_text(config)),
         *([("pipeline", pipeline)] if pipeline else []),
         ("combination", combination(config)),
-        (
-            "model",
-            f"{config.decoder_block}: {counted(config.base_num_decoder_layers, 'layer')}, "
-            f"width {config.base_emb_dim}, {_heads(config)}, "
-            f"{_feed_forward(config)}, vocabulary {config.vocab_size}, "
-            f"{'tied' if config.logits_via_embedding else 'separate'} head; {parameters:,} parameters"
-            + (f", {trained:,} of them trained" if trained not in (None, parameters) else ""),
-        ),
+        ("model", model_text(config, parameters) + (f", {trained:,} of them trained" if some else "")),
+        *([("teacher", teacher)] if teacher else []),
         ("attention", config.attention + _windows(config) + (f" ({reason})" if reason else "")),
         ("dtype", f"{config.dtype}, weights {config.weight_dtype}"),
         *products,
@@ -107,6 +104,16 @@ def banner_rows(
         ("data", dataset),
         ("run", str(run_dir)),
     ]
+
+
+def model_text(config: Config, parameters: int) -> str:
+    """Returns the sizes of a model, in words. `parameters`: their number."""
+    return (
+        f"{config.decoder_block}: {counted(config.base_num_decoder_layers, 'layer')}, "
+        f"width {config.base_emb_dim}, {_heads(config)}, "
+        f"{_feed_forward(config)}, vocabulary {config.vocab_size}, "
+        f"{'tied' if config.logits_via_embedding else 'separate'} head; {parameters:,} parameters"
+    )
 
 
 def product_rows(

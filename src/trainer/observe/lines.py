@@ -14,13 +14,19 @@ FIRST_STEPS = 2
 # The weight of the newest step in the smoothed step time.
 SMOOTHING = 0.05
 # Rewards, by their fields in a row: the word and the form for a terminal.
-_REWARDS = {"reward": ("reward", ".3f"), "reward_margin": ("margin", ".2g"), "reward_accuracy": ("accuracy", ".0%")}
+# Measured terms in a line: the word and the format.
+_MEASURED = {
+    "divergence": ("divergence", ".3f"),
+    "reward": ("reward", ".3f"),
+    "reward_margin": ("margin", ".2g"),
+    "reward_accuracy": ("accuracy", ".0%"),
+}
 
 
 def last_rewards(row: Mapping[str, Any], evaluated: Mapping[str, Any]) -> dict[str, str]:
     """Returns the rewards of a run's last step and of its last evaluation, by name."""
     lines = {}
-    for name, (word, form) in _REWARDS.items():
+    for name, (word, form) in _MEASURED.items():
         if name in row:
             held_out = evaluated.get(f"eval_{name}")
             more = "" if held_out is None else f"; {number(held_out):{form}} in the last evaluation"
@@ -99,7 +105,7 @@ def step_fields(row: Mapping[str, float], total_steps: int, work: Work, eta: str
         Field(f"loss {row['loss']:.3f}", style="bold"),
         Field(f"lr {row['learning_rate']:.1e}", drop=5),
         Field(f"grad {row['grad_norm']:>#5.3g}", drop=4),
-        *(Field(f"{word} {row[name]:>{form}}", drop=4) for name, (word, form) in _REWARDS.items() if name in row),
+        *(Field(f"{word} {row[name]:>{form}}", drop=4) for name, (word, form) in _MEASURED.items() if name in row),
         *([Field(f"logit {row['max_logit']:>#5.3g}", drop=4)] if "max_logit" in row else []),
         *([Field(f"dropped {row['dropped_tokens']}", drop=4)] if "dropped_tokens" in row else []),
         Field(f"{si(row['tokens_per_second'], 'tok/s'):>11}", drop=2),
@@ -120,7 +126,7 @@ def step_line(row: Mapping[str, float], total_steps: int, work: Work, eta: str) 
         f"progress: {row['step'] + 1}/{total_steps}",
         f"eta: {eta}",
     ]
-    rewards = "".join(f"{name}: {row[name]:.3f}, " for name in _REWARDS if name in row)
+    measured = "".join(f"{name}: {row[name]:.3f}, " for name in _MEASURED if name in row)
     logits = f"max_logit: {row['max_logit']:.3f}, " if "max_logit" in row else ""
     dropped = f"dropped_tokens: {row['dropped_tokens']}, " if "dropped_tokens" in row else ""
     nats = row.get("lm_loss")
@@ -130,7 +136,7 @@ def step_line(row: Mapping[str, float], total_steps: int, work: Work, eta: str) 
         f"TFLOP/s/device: {work.flops_per_second(step_time) / 1e12:.3f}, "
         f"Tokens/s/device: {work.tokens_per_second(step_time):.3f}, "
         f"total_weights: {int(row['tokens'])}, loss: {row['loss']:.3f}, "
-        f"{cross_entropy}{rewards}"
+        f"{cross_entropy}{measured}"
         f"grad_norm: {row['grad_norm']:.3f}, learning_rate: {row['learning_rate']:.3e}, "
         f"{logits}{dropped}{', '.join(more)}"
     )
@@ -144,7 +150,7 @@ def evaluation_fields(row: Mapping[str, float]) -> list[Field]:
     ]
     if "eval_perplexity" in row:
         fields.append(Field(f"perplexity {row['eval_perplexity']:.2f}", drop=1))
-    for name, (word, form) in _REWARDS.items():
+    for name, (word, form) in _MEASURED.items():
         if (value := row.get(f"eval_{name}")) is not None:
             fields.append(Field(f"{word} {value:{form}}", style="bold"))
     if "eval_bits_per_byte" in row:
@@ -160,7 +166,7 @@ def evaluation_line(row: Mapping[str, float]) -> str:
     """Returns an evaluation's line in MaxText's format, followed by additional fields."""
     bits = f", bits_per_byte={row['eval_bits_per_byte']:.4f}" if "eval_bits_per_byte" in row else ""
     of_tokens = f"perplexity={row['eval_perplexity']:.3f}, " if "eval_perplexity" in row else ""
-    of_tokens += "".join(f"{name}={row[f'eval_{name}']:.3f}, " for name in _REWARDS if f"eval_{name}" in row)
+    of_tokens += "".join(f"{name}={row[f'eval_{name}']:.3f}, " for name in _MEASURED if f"eval_{name}" in row)
     return (
         f"Completed eval after train step {row['step']}, loss={row['eval_loss']:.3f}, "
         f"{of_tokens}total_weights={int(row['eval_tokens'])}"

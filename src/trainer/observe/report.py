@@ -33,6 +33,7 @@ _CHARTS = (
 # Sections of measures that only some runs have, with the suffixes of the measures' field names.
 _SECTIONS = {
     "Multi-token prediction": ("mtp_loss", "mtp_z_loss", "mtp_acceptance_rate"),
+    "Distillation": ("distill_loss", "label_loss", "divergence", "teacher_lm_loss"),
     "Preferences": (
         *("dpo_loss", "sft_loss", "odds_ratio_loss", "chosen_nll"),
         *("chosen_reward", "rejected_reward", "reward_margin", "reward_accuracy"),

@@ -23,8 +23,11 @@ from trainer.models.families import axis_rules, forward_flops_per_token
 from trainer.objectives.base import Frozen
 from trainer.objectives.distillation import PARAMS, REST, Teacher
 from trainer.objectives.registry import make_tiling
+from trainer.observe.banner import model_text
+from trainer.products.dequantized import parameter_count
 from trainer.runtime.storage import is_remote
 from trainer.sharding import Rules, hardware
+from trainer.training.run import Run
 from trainer.weights.load import load_parameters
 from trainer.weights.model_keys import load_model_keys
 from trainer.weights.open import open_source
@@ -53,10 +56,10 @@ def make_teacher(config: Config, devices: Sequence[jax.Device], rules: Rules) ->
         flops=forward_flops_per_token(own, params),
     )
     return Teacher(
+        config=own,
         apply=model.apply,
         frozen=frozen,
         tokens=tokens if config.distill_vocab_size < 0 else min(tokens, config.distill_vocab_size),
-        vocab_size=own.vocab_size,
         tiling=make_tiling(own, model),
     ), _joint(rules, axis_rules(own), own.decoder_block)
 
@@ -90,6 +93,15 @@ def teacher_config(config: Config, devices: Sequence[jax.Device]) -> tuple[Confi
     except UserError as error:
         place = f"at {_PLACE}={path}" if path else "in teacher_overrides"
         raise UserError(f"the teacher {place}: {error}") from error
+
+
+def teacher_text(run: Run) -> str:
+    """Returns a description of the teacher of a run; "" if there is none."""
+    teacher = getattr(run.objective, "teacher", None)
+    if teacher is None:
+        return ""
+    parameters = parameter_count(teacher.frozen.abstract[PARAMS])
+    return f"{model_text(teacher.config, parameters)}; {run.config.teacher_path}"
 
 
 def of_tokenizers(loaded: Loaded, say: Callable[[str], None]) -> dict[str, Any]:
