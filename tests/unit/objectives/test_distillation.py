@@ -266,7 +266,10 @@ def reference_text(**keys):
         ({"teacher_overrides": {"load_parameters_path": "x"}}, "is teacher_path"),
         ({"teacher_overrides": {"max_target_length": 8}}, "same value for student and teacher"),
         ({"teacher_overrides": {}}, "there is no teacher"),
-        ({"teacher_overrides": {"base_num_query_heads": 3}}, "(?s)the teacher in teacher_overrides: .*base_num_query_heads"),
+        (
+            {"teacher_overrides": {"base_num_query_heads": 3}},
+            "(?s)the teacher in teacher_overrides: .*base_num_query_heads",
+        ),
     ],
 )
 def test_what_is_refused(keys, problem):

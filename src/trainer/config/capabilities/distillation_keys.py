@@ -13,6 +13,7 @@ from trainer.config.keys import Config
 # The keys for which the teacher has the student's values: they share the mesh and the rows.
 SHARED = (
     *FLAGS,
+    "enable_diloco",
     *ICI.values(),
     *DCN.values(),
     *CONTEXT_KEYS,
