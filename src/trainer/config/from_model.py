@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trainer.config.capabilities.chat_keys import METHODS
+from trainer.config.capabilities.chat_keys import DISTILL, METHODS
 from trainer.config.dump import to_flow
 from trainer.config.keys import Config
 from trainer.config.schema import schema
@@ -24,6 +24,7 @@ _WARM_UP = {"warmup_steps_fraction": 0.1}
 # By command. These values replace base.yml's defaults; any other source of a key takes precedence.
 FROM_A_MODEL: Mapping[str, Mapping[str, Entry]] = {
     TRAIN: {"learning_rate": _adapters(2e-5, 2e-4), **_WARM_UP},
+    DISTILL: {"learning_rate": _adapters(2e-5, 2e-4), **_WARM_UP},
     "trainer.sft": {"learning_rate": _adapters(2e-5, 2e-4), **_WARM_UP},
     "trainer.dpo": {"learning_rate": _adapters(5e-7, 5e-6), **_WARM_UP},
     "trainer.grpo": {"learning_rate": _adapters(1e-6, 1e-5), **_WARM_UP},
@@ -32,13 +33,15 @@ FROM_A_MODEL: Mapping[str, Mapping[str, Entry]] = {
 
 def command_of(config: Config) -> str:
     """Returns the command whose run the configuration describes."""
+    if config.use_distill:
+        return DISTILL
     return next((command for key, (command, _) in METHODS.items() if config[key]), TRAIN)
 
 
 def starts_from_model(config: Config) -> bool:
-    """Returns whether a run begins with trained parameters. load_full_state_path of `trainer.train` does not count,
-    because it continues a training, usually one from scratch."""
-    continues = command_of(config) != TRAIN and config.load_full_state_path
+    """Returns whether a run begins with trained parameters. load_full_state_path of `trainer.train` and
+    `trainer.distill` does not count, because it continues a training, usually one from scratch."""
+    continues = command_of(config) not in (TRAIN, DISTILL) and config.load_full_state_path
     return bool(config.load_parameters_path or continues)
 
 

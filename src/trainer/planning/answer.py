@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from trainer.aot.text import gib
-from trainer.config.capabilities.chat_keys import METHODS
 from trainer.config.capabilities.compile_keys import ROWS as COMPILE_ROWS
 from trainer.config.dump import as_words
 from trainer.config.environment import PREFIX
+from trainer.config.from_model import command_of
 from trainer.config.schema import plain_name
 from trainer.config.words import counted
 from trainer.observe.text import short_time, si
@@ -72,9 +72,8 @@ def command(search: Search, words: Sequence[str], changes: Changes) -> list[str]
     dropped = set(names.values()) - {names[word] for word in kept}
     differs = {key: value for key, value in changes.items() if key in dropped or value != search.config[key]}
     variables = [f"{PREFIX}{key.upper()}" for key in differs if f"{PREFIX}{key.upper()}" in os.environ]
-    program = next((METHODS[key][0] for key in METHODS if search.config[key]), "trainer.train")
     unset = ["env", *(word for name in variables for word in ("-u", name))] if variables else []
-    return [*unset, "python", "-m", program, *map(shlex.quote, (*kept, *as_words(differs)))]
+    return [*unset, "python", "-m", command_of(search.config), *map(shlex.quote, (*kept, *as_words(differs)))]
 
 
 def _plain(found: Candidate) -> dict[str, Any]:
