@@ -54,7 +54,7 @@ NOT_RUN = {
     r"compile_gpu|compile_topology=[abh]\d00-": "needs XLA's compiler for GPUs",
 }
 TRAINING = (
-    *("trainer.train", "trainer.sft", "trainer.dpo", "trainer.grpo"),
+    *("trainer.train", "trainer.sft", "trainer.dpo", "trainer.grpo", "trainer.distill"),
     *("docs/guides/own_objective.py", "scripts/launch_local.py"),
 )
 STEPS, LONGEST = 3, 20

@@ -135,10 +135,11 @@ def command_line(argv: Sequence[str] | None) -> list[str]:
                 + on_one_screen([shortened(repr(word)[1:]) for word in bad])
             )
         )
-    given: dict[str, tuple[str, str]] = {}  # by the name of the key without its group, as in lora.lora_rank
+    given: dict[str, tuple[str, str]] = {}  # by the key without its group, as in lora.lora_rank
     for word in words:
         name, equals, text = word.partition("=")
-        before, said = given.get(key := name.rpartition(".")[2], (word, text))
+        key = name if "_overrides." in name else name.rpartition(".")[2]  # of one model alone in distillation
+        before, said = given.get(key, (word, text))
         if equals and said != text:
             line = f"warning: {shortened(before)} has no effect: a later word counts, {shortened(word)}"
             print(line, file=sys.stderr)

@@ -21,14 +21,17 @@ COMMAND_LINE, DEFAULT = "command line", "default"
 ENVIRONMENT = "environment variable "  # followed by the name of the variable
 YML_ENDINGS = (".yml", ".yaml")
 MAXTEXT_YML = Path(__file__).parent / "maxtext" / "maxtext.yml"
-# The settings that maxtext.yml adds in each post-training command. The files are named as in MaxText.
+# The settings that maxtext.yml adds in each post-training command; the first key that is true counts. The files are
+# named as in MaxText.
 POST_TRAIN = {
     key: Path(__file__).parent / "maxtext" / "post_train" / f"{name}.yml"
-    for key, name in (("use_sft", "sft"), ("use_dpo", "dpo"), ("use_grpo", "rl"))
+    for key, name in (("use_distill", "distillation"), ("use_sft", "sft"), ("use_dpo", "dpo"), ("use_grpo", "rl"))
 }
 # The paths in a MaxText checkout.
 _MAXTEXT_BASE = re.compile(r"(.*/)?maxtext/configs/+base\.yml", re.IGNORECASE)
-_MAXTEXT_POST_TRAIN = re.compile(r"((.*/)?maxtext/configs/+)?(post_train/(sft|dpo|rl)\.yml)", re.IGNORECASE)
+_MAXTEXT_POST_TRAIN = re.compile(
+    r"((.*/)?maxtext/configs/+)?(post_train/(distillation|sft|dpo|rl)\.yml)", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from trainer.config.capabilities.chat_keys import METHODS, SFT_DEFAULTS, other_command
+from trainer.config.capabilities.chat_keys import DISTILL, METHODS, SFT_DEFAULTS, other_command
 from trainer.config.capabilities.data_keys import OWN_KEYS, without_rows
 from trainer.config.capabilities.preference_keys import DPO_DEFAULTS
 from trainer.config.capabilities.rl_keys import RL_DEFAULTS
@@ -24,6 +24,7 @@ from trainer.config.schema import schema
 from trainer.maxtext.command_line import Command, as_text
 from trainer.maxtext.family_words import of_family
 from trainer.maxtext.program import (
+    COMMANDS,
     base_words,
     has_own_defaults,
     method_given,
@@ -52,26 +53,24 @@ from trainer.maxtext.version import NO_DATA, WITHOUT_LINEN, version_line, versio
 TRAIN, COMPILE, GENERATE, EXPORT = "trainer.train", "trainer.train_compile", "trainer.generate", "trainer.export"
 PLAN = "trainer.plan"
 SFT, DPO, GRPO = "trainer.sft", "trainer.dpo", "trainer.grpo"
-SAME_WORDS = (
-    TRAIN,
-    SFT,
-    DPO,
-    GRPO,
-    COMPILE,
-    PLAN,
-    GENERATE,
-)  # programs that accept MaxText's words, each with a verdict
-_OF_DATA = (TRAIN, SFT, DPO, GRPO, COMPILE, PLAN)
+_OF_DATA = (TRAIN, SFT, DPO, GRPO, DISTILL, COMPILE, PLAN)
+SAME_WORDS = (*_OF_DATA, GENERATE)  # programs that accept MaxText's words, each with a verdict
 _COMPILES = (COMPILE, PLAN)  # programs that read no data
 _OF_TEXT = ("tokenizer_path", "tokenizer_type", "add_bos", "add_eos")  # generation also reads them
 _EXAMPLE = re.compile(r"needs (?:\w+|files|a file), such as (\w+=\S+?)(?:;|$)")
 _LENGTH = "max_target_length="
 _OF_PAIR = "of a row, which holds both sequences of a pair: give twice the value, which is of each in MaxText"
 # The defaults of programs, where they differ from base.yml's.
-_DEFAULTS: dict[str, Mapping[str, Any]] = {SFT: SFT_DEFAULTS, DPO: DPO_DEFAULTS, GRPO: RL_DEFAULTS}
+_DEFAULTS: dict[str, Mapping[str, Any]] = {
+    SFT: SFT_DEFAULTS,
+    DPO: DPO_DEFAULTS,
+    GRPO: RL_DEFAULTS,
+    DISTILL: {"use_distill": True},
+}
 # The keys that a program's command must contain, with examples.
 _NEEDED = {
     **dict.fromkeys(_COMPILES, ("compile_topology=v5e-16",)),
+    DISTILL: ("teacher_path=/models/teacher",),
     GENERATE: ("load_parameters_path=/models/checkpoint/0/items", "tokenizer_path=/models/tokenizer.model"),
 }
 
@@ -202,7 +201,7 @@ def _convert(command: Command, runs: str, version: str) -> Conversion:
     loaded, problems, rows = _loaded(yml.name, checked, assigned_variables, runs, rows)
     notes: list[str] = []
     if (theirs := program_yml(yml.below or command.yml)) and theirs != method:
-        problems.append(f"{shortened(command.yml)} has the values of {METHODS[theirs][0]}, and the program is {runs}")
+        problems.append(f"{shortened(command.yml)} has the values of {COMMANDS[theirs]}, and the program is {runs}")
     problems = _completed(problems, loaded.config.to_dict() if loaded else given, runs)
     if loaded is not None:
         notes = [note for note in loaded.notes if not note.startswith(("MaxText's ", yml.name))]
@@ -233,6 +232,8 @@ def _of_program(
     if own_yml:
         return [], [Row(word, DIFFERS, why, "") for word, why in unsaid(own_yml, given).items()]
     words = base_words(method, {**given} | dict(word.split("=") for word in added))
+    if not words:
+        return [], []
     names = ", ".join(word.partition("=")[0] for word in words)
     return words, [Row(command.yml or "base.yml", DIFFERS, f"its values of {names} are added", "")]
 
@@ -250,7 +251,10 @@ def _loaded(
         told = {row.problem for row in rows}
         return None, [line for line in lines[1:] or lines if line not in told], list(rows)
     problems = _other_defaults(yml, loaded, method_of(runs))
-    if runs not in (*_COMPILES, GENERATE, EXPORT):
+    if runs == DISTILL:
+        own = "use_sft" if loaded.config.use_sft else ""
+        problems += filter(None, [other_command(loaded.config, own, distills=True)])
+    elif runs not in (*_COMPILES, GENERATE, EXPORT):
         problems += filter(None, [other_command(loaded.config, method_of(runs))])
     return loaded, problems, list(rows)
 

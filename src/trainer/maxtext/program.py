@@ -1,19 +1,21 @@
 """The defaults of MaxText's post-training programs, each of which has a separate yml.
 
-`trainer.sft`, `trainer.dpo` and `trainer.grpo` add its values to maxtext.yml; see `files.POST_TRAIN`.
+The `COMMANDS` add its values to maxtext.yml; see `files.POST_TRAIN`.
 """
 
 import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from trainer.config.capabilities.chat_keys import METHODS
+from trainer.config.capabilities.chat_keys import DISTILL, METHODS
 from trainer.config.dump import as_words
 from trainer.config.files import MAXTEXT_YML, POST_TRAIN
 from trainer.config.maxtext import base_yml, verdicts
 from trainer.config.schema import schema
 from trainer.maxtext.command_line import as_text
 
+# The commands with defaults of their own, by their keys.
+COMMANDS = {"use_distill": DISTILL} | {key: name for key, (name, _) in METHODS.items()}
 # The programs of MaxText that refuse base.yml.
 _WITHOUT_BASE = ("use_grpo",)
 
@@ -36,7 +38,7 @@ class Yml(NamedTuple):
 
 def method_of(runs: str) -> str:
     """Returns the key of the program `runs`, such as use_sft; "" if it has none."""
-    return next((key for key, (name, _) in METHODS.items() if name == runs), "")
+    return next((key for key, name in COMMANDS.items() if name == runs), "")
 
 
 def program_yml(yml: str) -> str:

@@ -1,10 +1,10 @@
 """Converts a command of one of MaxText's tools to a command with other words: `trainer.export`, `trainer.inspect`."""
 
-import fnmatch
 import itertools
 import re
 from collections.abc import Mapping
 
+from trainer.config.capabilities.chat_keys import DISTILL
 from trainer.config.dump import to_flow
 from trainer.config.effects import no_effect_of
 from trainer.config.environment import variables
@@ -12,33 +12,19 @@ from trainer.config.errors import shortened
 from trainer.config.maxtext import base_yml, verdicts
 from trainer.config.scale import factors
 from trainer.config.schema import schema
+from trainer.maxtext import distillation
 from trainer.maxtext.command_line import Command
 from trainer.maxtext.convert import EXPORT, SAME_WORDS, Conversion, convert, preset_words
+from trainer.maxtext.parameters import of_parameters
 from trainer.maxtext.rows import DECIDING, DIFFERS, SAME, STOPPING, Row, unchecked
 from trainer.maxtext.shell_words import has_variable
-
-# Keys of the section Model that define how a model is computed. The others define its parameters.
-_COMPUTED = (
-    *("sparse_matmul", "capacity_factor", "ragged_buffer_factor", "routed_bias_update_rate", "attention", "sa_*"),
-    *("batch_invariant", "gdn_chunk_size"),
-    *(
-        "*dropout*",
-        "init_weights_seed",
-        "dtype",
-        "weight_dtype",
-        "weight_stochastic_rounding",
-        "scan_layers",
-        "remat_policy",
-        "decoder_layer_input",
-    ),
-    *("context", "*_proj", "mlpw*", "moe_mlpw*", "custom_*_tensors", "global_parameter_scale"),
-    *("*quantiz*", "*_calibration_method", "weight_block_size", "bwd_stochastic_rounding", "weight_sparsity_*_step"),
-)
 
 
 def converted(command: Command, runs: str, version: str = "") -> Conversion:
     """Returns our command for `command`. `runs`: our program in its place, or our complete command. `version`: see
     `convert`."""
+    if runs == DISTILL:
+        return distillation.converted(command, version)
     return convert(command, runs, version) if runs in SAME_WORDS else _filled(command, runs)
 
 
@@ -110,9 +96,3 @@ def _model_words(made: Conversion, preset: str, given: Mapping[str, str]) -> lis
         else:
             words.append(f"{key}={to_flow(made.loaded.config[key])}")
     return words
-
-
-def of_parameters(name: str) -> bool:
-    """Returns whether the key `name` defines a model's parameters or their meaning."""
-    key = schema().keys.get(name)
-    return key is not None and key.section == "Model" and not any(fnmatch.fnmatchcase(name, glob) for glob in _COMPUTED)

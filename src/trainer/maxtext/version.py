@@ -37,18 +37,19 @@ def yml_of(yml: str) -> Yml:
     files, mistakes, notes = read_chain(yml, schema())
     own = [file for file in files if file.path != MAXTEXT_YML]
     names = [entry.name for file in own for entry in file.entries]
-    if not mistakes and all(_is_theirs(file) and not _changes(file) for file in own):
+    if not mistakes and all(is_theirs(file) and not changes(file) for file in own):
         return Yml(MAXTEXT_YML.name, names)
-    entries = [entry for file in own for entry in (_changes(file) if file.is_maxtext else file.entries)]
+    entries = [entry for file in own for entry in (changes(file) if file.is_maxtext else file.entries)]
     below = (notes or [f"{MAXTEXT_YML.name}:"])[0].partition(":")[0] if len(own) < len(files) else ""
     return Yml(yml, names, {entry.name: entry.given for entry in entries}, below)
 
 
-def _is_theirs(file: YmlFile) -> bool:
+def is_theirs(file: YmlFile) -> bool:
+    """Returns whether a file is MaxText's base.yml or the yml of one of its programs."""
     return file.is_maxtext or bool(program_yml(file.path.as_posix()))
 
 
-def _changes(file: YmlFile) -> list[Entry]:
+def changes(file: YmlFile) -> list[Entry]:
     """Returns the entries of a MaxText yml that the user changed. The dataset_type of 0.2.5 does not count."""
     entries = file.entries
     newest = version_of(entry.name for entry in entries) == WITHOUT_LINEN

@@ -28,6 +28,7 @@ STAGE_SIZES = "ici_pipeline_parallelism dcn_pipeline_parallelism"
 STAGES = {"ici_pipeline_parallelism": 2}
 SPLIT = {"ici_context_parallelism": 2}
 REORDERED = SPLIT | {"context_parallel_strategy": "ring"}
+TAUGHT = {"use_distill": True}
 RL = {"use_grpo": True, "reward_functions": ["m:f"]}
 ROUNDS = RL | {"rl_num_iterations": 2}
 LORA = {"enable_lora": True, "lora_rank": 2, "lora_alpha": 4.0}
@@ -168,6 +169,17 @@ CASES = {
     "chat_template": [{"chat_template": "a.jinja"}],
     "num_epoch": [{"num_epoch": 2, "dataset_type": "synthetic"}],
     "formatting_func_path": [{"formatting_func_path": "a b"}],
+    "use_distill use_dpo use_grpo": [TAUGHT | {"use_dpo": True}],
+    f"use_distill {STAGE_SIZES}": [TAUGHT | STAGES],
+    "use_distill distill_alpha distill_alpha_schedule": [TAUGHT | {"distill_alpha": 0.0}],
+    "use_distill teacher_overrides": [TAUGHT | {"teacher_overrides": {"load_parameters_path": "a"}}],
+    "use_distill distill_alpha_schedule distill_alpha_end": [TAUGHT | {"distill_alpha_schedule": "linear"}],
+    "use_distill distill_temperature_schedule distill_temperature_end": [
+        TAUGHT | {"distill_temperature_schedule": "cosine"}
+    ],
+    "teacher_path": [{"teacher_path": "a\0"}],
+    "distill_alpha_end": [{"distill_alpha_end": 1.5}],
+    "distill_temperature_end": [{"distill_temperature_end": 0.0}],
     "dpo_max_prompt_length": [{"dpo_max_prompt_length": 0}],
     "use_dpo packing grain_packing_type": [{"use_dpo": True}],
     **{
@@ -312,6 +324,13 @@ def test_every_row_refuses_its_case_and_not_the_defaults():
         ("lora_restore_path load_full_state_path", LORA | {"load_full_state_path": "b"}),
         ("enable_lora lora_weight_qtype quantization", LORA | {"quantization": "int8"}),
         ("enable_lora weight_sparsity_n", {"weight_sparsity_n": 1}),
+        ("use_distill teacher_overrides", TAUGHT | {"teacher_overrides": {"dtype": "bfloat16"}}),
+        ("use_distill distill_alpha distill_alpha_schedule", {"distill_alpha": 0.0}),
+        (
+            "use_distill distill_alpha distill_alpha_schedule",
+            TAUGHT | {"distill_alpha": 0.0, "distill_alpha_schedule": "linear", "distill_alpha_end": 1.0},
+        ),
+        ("distill_temperature_end", {"distill_temperature_end": 0.5}),
         ("use_grpo steps rl_num_iterations", ROUNDS | {"steps": 3, "num_batches": 2}),
     ],
 )

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from trainer import export, parity, shardings, train, train_compile
-from trainer.config.errors import UserError
+from trainer.config.errors import UserError, command_line
 from trainer.config.help import help_text, question
 from trainer.config.load import load
 from trainer.config.schema import schema
@@ -204,6 +204,9 @@ def test_a_key_given_twice_is_told(capsys):
     said = "warning: {} has no effect: a later word counts, {}".format
     lines = [said("steps=3", "steps=x"), said("lora.lora_rank=1", "lora_rank=2")]
     assert capsys.readouterr().err.splitlines()[:2] == lines
+    words = ["steps=3", "student_overrides.steps=1", "teacher_overrides.steps=2"]  # of different models
+    assert command_line(words) == words
+    assert not capsys.readouterr().err
 
 
 def test_the_commands_read_the_environment(monkeypatch, capsys):

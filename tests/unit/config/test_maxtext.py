@@ -113,7 +113,7 @@ def test_a_run_that_gives_none_of_these_keys_does_not_read_the_table():
 
 def test_neutral_values_and_harmless_keys_are_one_line_each_kind():
     words = (
-        "first_num_hash_layers=0 logits_dot_in_fp32=false managed_mldiagnostics=False distill_beta=0.5 "
+        "first_num_hash_layers=0 logits_dot_in_fp32=false managed_mldiagnostics=False distill_layer_indices=[1] "
         "sharding_strategy=null checkpoint_conversion_fn=none engram_layers=[] "
         "use_iota_embed=true gcs_metrics=false hf_access_token=secret steps=10"
     )

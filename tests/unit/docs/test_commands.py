@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer import evaluate, export, generate, inspect, parity, plan, quantize, serve, sft
+from trainer import distill, evaluate, export, generate, inspect, parity, plan, quantize, serve, sft
 from trainer.config.capabilities.chat_keys import SFT_DEFAULTS, not_conversations
 from trainer.config.capabilities.preference_keys import DPO_DEFAULTS, not_pairs
 from trainer.config.capabilities.rl_keys import RL_DEFAULTS, not_prompts
@@ -79,6 +79,11 @@ def accept(program, words, variables):
     elif program == "trainer.dpo":
         loaded = load(sft._without_show(words)[0], environment=variables, defaults=DPO_DEFAULTS)
         assert not not_pairs(loaded.config)
+        check(loaded.config, variables)
+    elif program == "trainer.distill":
+        own = distill.CONVERSATIONS if "use_sft=true" in words else distill.DOCUMENTS
+        loaded = load(sft._without_show(words)[0], environment=variables, defaults=own.defaults)
+        own.check(loaded.config)
         check(loaded.config, variables)
     elif program == "trainer.grpo":
         loaded = load(words, environment=variables, defaults=RL_DEFAULTS)

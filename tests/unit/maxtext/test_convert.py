@@ -17,6 +17,7 @@ from trainer.config.schema import schema
 from trainer.maxtext import tools as maxtext_tools
 from trainer.maxtext.command_line import as_text, parse
 from trainer.maxtext.convert import TRAIN, convert, program
+from trainer.maxtext.parameters import of_parameters
 from trainer.maxtext.rows import DIFFERS, NO_EFFECT, REFUSED, SAME, by_kind, unchecked
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -380,7 +381,7 @@ def test_programs_that_replace_one_of_maxtexts_exist():
     ("line", "said"),
     [
         ("python -m MaxText.decode_multi base.yml", "trainer.serve serves"),
-        ("python -m maxtext.trainers.post_train.distillation.train_distill x.yml", "trains on the next token"),
+        ("python -m maxtext.trainers.post_train.distillation.save_top_k_teacher_logits", "in each step"),
         ("python -m MaxText.trian base.yml", "nearest: train;"),
         (
             "python -m maxtext.checkpoint_conversion.to_huggingface base.yml model_name=llama2-7b",
@@ -483,7 +484,7 @@ def test_keys_of_parameters_are_those_that_an_export_takes():
     from trainer.weights.model_keys import MODEL
 
     of_float = MODEL & schema().keys.keys() - set(OF_STORED)
-    assert {name for name in schema().keys if maxtext_tools.of_parameters(name)} == of_float
+    assert {name for name in schema().keys if of_parameters(name)} == of_float
 
 
 def test_a_tools_command_takes_the_values_of_its_keys(capsys):

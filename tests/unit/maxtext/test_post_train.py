@@ -1,12 +1,12 @@
-"""MaxText's commands of post-training, which have defaults of their own: those of its post_train/sft.yml, dpo.yml and
-rl.yml."""
+"""MaxText's commands of post-training, which have defaults of their own: those of its post_train/sft.yml, dpo.yml,
+rl.yml and distillation.yml."""
 
 import os
 
 import pytest
 from config_cases import their_base, write
 
-from trainer.config.capabilities.chat_keys import SFT_DEFAULTS
+from trainer.config.capabilities.chat_keys import DISTILL, SFT_DEFAULTS
 from trainer.config.capabilities.preference_keys import DPO_DEFAULTS
 from trainer.config.capabilities.rl_keys import RL_DEFAULTS
 from trainer.config.files import POST_TRAIN, read_file
@@ -17,11 +17,12 @@ from trainer.config.schema import schema
 from trainer.maxtext.command_line import parse
 from trainer.maxtext.convert import COMPILE, DPO, GRPO, SFT, TRAIN, convert
 from trainer.maxtext.rows import DIFFERS
+from trainer.maxtext.tools import converted as convert_any
 
-MODULES = {SFT: "sft.train_sft", DPO: "dpo.train_dpo", GRPO: "rl.train_rl"}
+MODULES = {SFT: "sft.train_sft", DPO: "dpo.train_dpo", GRPO: "rl.train_rl", DISTILL: "distillation.train_distill"}
 DATA = "tokenizer_path=/t hf_path=json hf_train_files=/d.json"
 COLUMNS = "train_data_columns=[chosen,rejected] eval_data_columns=[chosen,rejected]"
-REWARDS = {GRPO: " reward_functions=[m:f]"}
+MORE = {GRPO: " reward_functions=[m:f]", DISTILL: " teacher_path=/t"}
 # What MaxText 0.2.5's own loader has for a command without a yml, where its base.yml has something else.
 THEIRS = {
     SFT: {
@@ -70,6 +71,22 @@ THEIRS = {
         "query_proj": "offload",
         "weight_dtype": "bfloat16",
     },
+    DISTILL: {
+        "dataset_type": "hf",
+        "distill_alpha": 0.5,
+        "distill_temperature": 1.0,
+        "checkpoint_period": 2000,
+        "learning_rate": 2e-4,
+        "learning_rate_schedule_steps": -1,  # 200000, which it ignores
+        "log_period": 10,
+        "max_target_length": 2048,
+        "model_name": "llama3.1-8b",
+        "packing": True,
+        "per_device_batch_size": 2,
+        "steps": 200000,
+        "tokenizer_type": "huggingface",
+        "use_distill": True,
+    },
 }
 
 
@@ -79,8 +96,8 @@ def empty_folder(tmp_path, monkeypatch):
 
 
 def converted(runs, yml="", words=DATA):
-    line = f"python3 -m maxtext.trainers.post_train.{MODULES[runs]} {yml} run_name=x {words}{REWARDS.get(runs, '')}"
-    return convert(parse([line]), runs)
+    line = f"python3 -m maxtext.trainers.post_train.{MODULES[runs]} {yml} run_name=x {words}{MORE.get(runs, '')}"
+    return convert_any(parse([line]), runs)
 
 
 @pytest.mark.parametrize("runs", MODULES)
@@ -93,8 +110,8 @@ def test_a_command_without_a_yml_has_the_defaults_of_its_program(runs):
     assert "without a yml MaxText takes post_train/" in made.version
 
 
-NAMES = {SFT: "sft", DPO: "dpo", GRPO: "rl"}
-DEFAULTS = {SFT: SFT_DEFAULTS, DPO: DPO_DEFAULTS, GRPO: RL_DEFAULTS}
+NAMES = {SFT: "sft", DPO: "dpo", GRPO: "rl", DISTILL: "distillation"}
+DEFAULTS = {SFT: SFT_DEFAULTS, DPO: DPO_DEFAULTS, GRPO: RL_DEFAULTS, DISTILL: {"use_distill": True}}
 
 
 @pytest.mark.parametrize("runs", MODULES)
@@ -105,7 +122,7 @@ def test_its_yml_may_be_named(runs):
         assert made.runs
         assert made.words == expected
     for name in (f"src/maxtext/configs/post_train/{NAMES[runs]}.yml", f"post_train/{NAMES[runs]}.yml"):
-        words = [name, *DATA.split(), *REWARDS.get(runs, "").split()]
+        words = [name, *DATA.split(), *MORE.get(runs, "").split()]
         loaded = load(words, defaults=DEFAULTS[runs])
         assert loaded.config == load(["maxtext.yml", *words[1:]], defaults=DEFAULTS[runs]).config
         assert loaded.notes[0].startswith(f"{name}: using maxtext.yml")
@@ -134,11 +151,11 @@ def test_base_yml_has_other_values_than_the_program():
     assert "learning_rate" in row.text
 
 
-def test_the_yml_of_another_program_is_a_mistake():
-    made = converted(DPO, "src/maxtext/configs/post_train/sft.yml")
-    assert made.problems == [
-        "src/maxtext/configs/post_train/sft.yml has the values of trainer.sft, and the program is trainer.dpo"
-    ]
+@pytest.mark.parametrize(("runs", "other"), [(DPO, SFT), (DISTILL, SFT), (SFT, DISTILL)])
+def test_the_yml_of_another_program_is_a_mistake(runs, other):
+    name = f"src/maxtext/configs/post_train/{NAMES[other]}.yml"
+    made = converted(runs, name)
+    assert f"{name} has the values of {other}, and the program is {runs}" in made.problems
 
 
 def test_what_the_yml_has_and_maxtext_yml_has_not_is_told():

@@ -9,6 +9,7 @@ from trainer.config.derived import DCN, ICI
 from trainer.config.flags import FLAGS
 from trainer.config.key_rows import Check, Inert, Place, Resume, Row, only_if, refused
 from trainer.config.keys import Config
+from trainer.config.schema import schema
 
 # The keys for which the teacher has the student's values: they share the mesh and the rows.
 SHARED = (
@@ -35,19 +36,20 @@ def _overrides(config: Config) -> str | None:
 
 
 def _end(key: str) -> Check:
-    within = {
-        "distill_alpha": (lambda x: 0 <= x <= 1, "from 0 to 1"),
-        "distill_temperature": (lambda x: x > 0, "above 0"),
-    }
-    allowed, words = within[key]
-
     def problem(config: Config) -> str | None:
-        end, shape = config[f"{key}_end"], config[f"{key}_schedule"]
-        if shape != "constant" and end is None:
-            return f"name the value at the end, as in {key}_end={config[key]}"
-        return None if end is None or allowed(end) else f"{key}_end must be {words}"
+        if config[f"{key}_schedule"] == "constant" or config[f"{key}_end"] is not None:
+            return None
+        return f"name the value at the end, as in {key}_end={config[key]}"
 
     return (f"{key}_schedule", f"{key}_end"), problem
+
+
+def _range_of_end(key: str) -> Check:
+    def problem(config: Config) -> str | None:
+        allowed = schema().keys[key]
+        return None if config[f"{key}_end"] is None or allowed.accepts(config[f"{key}_end"]) else allowed.allowed
+
+    return (f"{key}_end",), problem
 
 
 def _constant(key: str) -> Inert:
@@ -89,7 +91,10 @@ _WITH_TEACHER: tuple[Check, ...] = (
     (("teacher_overrides",), _overrides),
     *map(_end, _SCHEDULES),
 )
-CHECKS: tuple[Check, ...] = (*only_if(lambda c: c.use_distill, _WITH_TEACHER, shown=("use_distill",)),)
+CHECKS: tuple[Check, ...] = (
+    *map(_range_of_end, _SCHEDULES),
+    *only_if(lambda c: c.use_distill, _WITH_TEACHER, shown=("use_distill",)),
+)
 INERT = (
     Inert(_KEYS, lambda c: not c.use_distill, "use_distill=false"),
     Inert(
