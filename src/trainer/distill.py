@@ -46,9 +46,9 @@ def _check(config: Config, own: str, mistakes: list[str]) -> None:
 
 
 def _prepare_documents(loaded: Loaded, say: Callable[[str], None]) -> Mapping[str, Any]:
-    from trainer.training.teacher import of_tokenizers
+    from trainer.weights.teacher import keys_of_tokenizers
 
-    return of_tokenizers(loaded, say)
+    return keys_of_tokenizers(loaded, say)
 
 
 def _prepare_conversations(loaded: Loaded, say: Callable[[str], None]) -> Mapping[str, Any]:

@@ -379,8 +379,7 @@ def _say_what_runs(console, loaded: Loaded, run, dataset, run_folder) -> None:
     from trainer.sharding import hardware
     from trainer.state import table
     from trainer.training.passes import mixture_lines, passes_text
-    from trainer.training.reports import run_work
-    from trainer.training.teacher import teacher_text
+    from trainer.training.reports import run_work, teacher_text
 
     device, masked = run.mesh.devices.flat[0], [kernel.name for kernel in masked_kernels(run.config)]
     console.banner(

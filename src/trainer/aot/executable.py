@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import ml_collections
 
 import trainer
 from trainer.aot import sources
@@ -169,6 +170,8 @@ def _shown(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, dict | ml_collections.ConfigDict):
+        return {name: _plain(item) for name, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import yaml
 
 from trainer.config.capabilities.chat_keys import DISTILL
-from trainer.config.capabilities.distillation_keys import SHARED
 from trainer.config.dump import to_flow
 from trainer.config.environment import variables
 from trainer.config.files import MAXTEXT_YML, POST_TRAIN, Entry, is_maxtexts_base, read_chain
@@ -20,6 +19,7 @@ from trainer.config.load import Loaded
 from trainer.config.maxtext import verdicts
 from trainer.config.plain_yaml import compose, construct
 from trainer.config.schema import schema
+from trainer.config.teacher import SHARED
 from trainer.config.values import read_text
 from trainer.maxtext.command_line import Command
 from trainer.maxtext.convert import EXPORT, Conversion, convert

@@ -79,19 +79,17 @@ class Frozen(NamedTuple):
     Attributes:
       abstract: a pytree with a ShapeDtypeStruct at each leaf.
       axes: the same tree with a `sharding.Axes` at each leaf.
-      make: `make(abstract, say)` returns the arrays, given `abstract` with a sharding at each leaf. `say` receives
-        lines for the user. Since no checkpoint contains the arrays, it is called at the start of every process, and
-        must return the same arrays in a resumed run. None: the arrays are the parameters with which the run began
-        (`first_parameters`).
-      place: the key that names the folder from which `make` reads. Checkpoints then contain hashes of the arrays, and a
-        run does not resume with other arrays. "" if there is no such folder.
+      make: returns the arrays, given `abstract` with a sharding at each leaf. Since no checkpoint contains the arrays,
+        it is called at the start of every process, and must return the same arrays in a resumed run. None: the arrays
+        are those at `place` or, without it, the parameters with which the run began (`first_parameters`).
+      place: the key that names the folder with the weights, if they are a teacher's (`weights.teacher`).
       on_host: whether the arrays are stored in host memory.
       flops: the FLOPs for one token of a step that only these arrays need.
     """
 
     abstract: Any
     axes: Any
-    make: Callable[[Any, Callable[[str], None]], Any] | None
+    make: Callable[[Any], Any] | None
     place: str = ""
     on_host: bool = False
     flops: float = 0.0

@@ -20,8 +20,8 @@ class FrozenArrays(NamedTuple):
     Attributes:
       abstract: shapes with shardings.
       tensors: a `state.Tensor` for every leaf.
-      make: (params, say) -> the arrays. `params` are the parameters with which the run began, which may be None unless
-        `of_parameters`; `say` receives lines for the user. Called once at the beginning of each process.
+      make: returns the arrays, given the parameters with which the run began, which may be None unless
+        `of_parameters`. Called once at the beginning of each process, unless there is a `place`.
       of_parameters: whether the arrays are copies of these parameters.
       place, flops: see `Frozen`.
       fetch: under jit: moves arrays in host memory to the device.
@@ -29,7 +29,7 @@ class FrozenArrays(NamedTuple):
 
     abstract: Any = ()
     tensors: Any = ()
-    make: Callable[..., Any] = lambda params=None, say=print: ()
+    make: Callable[..., Any] = lambda params=None: ()
     of_parameters: bool = False
     place: str = ""
     flops: float = 0.0
@@ -54,19 +54,14 @@ def frozen_arrays(objective: Objective, mesh: Mesh, rules: Rules) -> FrozenArray
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     abstract = jax.tree.map(placed, declared.abstract, tensors)
-    if declared.make is None:
-        return FrozenArrays(abstract, tensors, lambda params, say=print: _copied(abstract, params), of_parameters=True)
-    make, fetch = declared.make, FrozenArrays().fetch
-    if declared.on_host:
-        fetch, abstract = _fetcher(abstract), jax.tree.map(_on_host, abstract)
-    return FrozenArrays(
-        abstract,
-        tensors,
-        lambda params=None, say=print: make(abstract, say),
-        place=declared.place,
-        flops=declared.flops,
-        fetch=fetch,
-    )
+    if declared.place:
+        stored = jax.tree.map(_on_host, abstract) if declared.on_host else abstract
+        fetch = _fetcher(abstract) if declared.on_host else FrozenArrays().fetch
+        return FrozenArrays(stored, tensors, place=declared.place, flops=declared.flops, fetch=fetch)
+    if declared.make is not None:
+        make = declared.make
+        return FrozenArrays(abstract, tensors, lambda params=None: make(abstract))
+    return FrozenArrays(abstract, tensors, lambda params: _copied(abstract, params), of_parameters=True)
 
 
 def _fetcher(abstract: Any) -> Callable[[Any], Any]:

@@ -13,7 +13,8 @@ from trainer.aot.chips import chip_of
 from trainer.config.capabilities.checkpoint_keys import best_of_tasks
 from trainer.config.flags import combination
 from trainer.config.keys import Config
-from trainer.observe.banner import devices_text, mesh_text, work_of
+from trainer.objectives.distillation import PARAMS
+from trainer.observe.banner import devices_text, mesh_text, model_text, work_of
 from trainer.observe.console import Console
 from trainer.observe.events import EventsWriter
 from trainer.observe.goodput import Timeline
@@ -24,6 +25,7 @@ from trainer.observe.profiler import Profiler
 from trainer.observe.report_file import ReportFile
 from trainer.observe.rundir import SAMPLES_FILE, RunDir
 from trainer.observe.stragglers import Stragglers
+from trainer.products.dequantized import parameter_count
 from trainer.runtime.agreement import from_first, gather, gather_later, is_first
 from trainer.runtime.supervision import ROLLOUTS
 from trainer.state import table
@@ -37,6 +39,15 @@ def run_work(run: Run) -> Work:
     """Returns the work of a step, including the devices' peak FLOP/s if known."""
     chip = chip_of(run.mesh.devices.flat[0].device_kind)
     return work_of(run.config, run.flops_per_token, chip.flops("bf16") if chip else None)
+
+
+def teacher_text(run: Run) -> str:
+    """Returns a description of the teacher of a run; "" if there is none."""
+    teacher = getattr(run.objective, "teacher", None)
+    if teacher is None:
+        return ""
+    parameters = parameter_count(teacher.frozen.abstract[PARAMS])
+    return f"{model_text(teacher.config, parameters)}; {run.config.teacher_path}"
 
 
 def start_entry(run: Run, begin: Start, sources: Mapping[str, str]) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from trainer.state.stages import abstract_layers, in_layers, in_stages
 from trainer.training.finite import names_not_finite
 from trainer.training.run import Run
 from trainer.weights.load import initial_parameters, load_parameters
+from trainer.weights.teacher import load_teacher
 
 Say = Callable[[str], None]
 _LOADED = "load_parameters_path"
@@ -80,7 +81,7 @@ def start(
         )
     if manager is not None and manager.latest is not None:
         path = manager.path(manager.latest)
-        frozen = _reference(run, path, say, given) if run.frozen.of_parameters else run.frozen.make(say=say)
+        frozen = _reference(run, path, say, given) if run.frozen.of_parameters else _arrays(run, say)
         begin = _continued(run, dataset, path, say, schedule_given, given)._replace(frozen=frozen)
         if begin.reference is not None:
             which = "teacher" if run.frozen.place else "reference"
@@ -93,9 +94,17 @@ def start(
         begin = _new(run, say, given)
     place = _LOADED if run.frozen.of_parameters else run.frozen.place
     if not place:
-        return begin._replace(frozen=run.frozen.make(say=say))
-    frozen = run.frozen.make(_parameters(run, begin.state), say)
+        return begin._replace(frozen=run.frozen.make())
+    frozen = _arrays(run, say) if run.frozen.place else run.frozen.make(_parameters(run, begin.state))
     return begin._replace(frozen=frozen, reference=base_of(config[place], _named(run, frozen)))
+
+
+def _arrays(run: Run, say: Say) -> Any:
+    """Returns the arrays that the objective reads, if they are not the run's first parameters."""
+    if not run.frozen.place:
+        return run.frozen.make()
+    objective: Any = run.objective
+    return load_teacher(run.config[run.frozen.place], objective.teacher.config, run.frozen.abstract, say)
 
 
 def _named(run: Run, frozen: Any) -> dict[Path, Any]:

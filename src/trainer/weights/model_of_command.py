@@ -28,6 +28,7 @@ from trainer.runtime.folders import read_bounded
 from trainer.runtime.storage import files_below, is_remote, mirror
 from trainer.weights.model_keys import MODEL, check_same_model, resolved_alone
 from trainer.weights.open import open_adapters, open_source
+from trainer.weights.teacher import with_teacher
 
 _ADAPTERS = (
     "lora_rank",
@@ -39,8 +40,8 @@ _SHOWN = ("decoder_block", "base_num_decoder_layers", "base_emb_dim", "vocab_siz
 
 
 def with_model(begun: Begun) -> Loaded:
-    """Returns the configuration of `begun`, with the model at `begun.path`. Every process must call this before any
-    other function that waits for other processes.
+    """Returns the configuration of `begun`, with the model at `begun.path`, and the teacher's keys. Every process must
+    call this before any other function that waits for other processes.
 
     A run with a name and a checkpoint continues from the checkpoint, so it uses the checkpoint's model, and
     load_parameters_path is not read. A run without a name does so only if load_parameters_path cannot be read.
@@ -51,7 +52,7 @@ def with_model(begun: Begun) -> Loaded:
       UserError: there is no checkpoint, its model contradicts the user's keys, or it refers to code that the user does
         not name; or another process raised this error.
     """
-    return agreed(lambda: _with_model(begun) if begun.path else begun.end())
+    return agreed(lambda: with_teacher(_with_model(begun) if begun.path else begun.end()))
 
 
 def _with_model(begun: Begun) -> Loaded:

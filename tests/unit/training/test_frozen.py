@@ -66,7 +66,7 @@ class Anchored(NextToken):
 
     @property
     def frozen(self):
-        def make(abstract, say):
+        def make(abstract):
             at = jax.tree.map(lambda leaf: leaf.sharding, abstract)
             return jax.jit(lambda key: self.model.init(key)[0], out_shardings=at)(seed_key(self.seed))
 
@@ -245,7 +245,7 @@ def test_without_a_declaration_there_is_nothing():
 
 def test_router_losses_pass_it_on():
     class Inner:
-        frozen = Frozen((), (), lambda abstract, say: ())
+        frozen = Frozen((), (), lambda abstract: ())
         captures = ()
 
         def sums(self, *args, frozen):

@@ -3,25 +3,13 @@
 from collections.abc import Sequence
 
 from trainer.config.capabilities.chat_keys import DISTILL
-from trainer.config.capabilities.context_keys import KEYS as CONTEXT_KEYS
 from trainer.config.capabilities.pipeline_keys import stages
 from trainer.config.derived import DCN, ICI
-from trainer.config.flags import FLAGS
 from trainer.config.key_rows import Check, Inert, Place, Resume, Row, only_if, refused
 from trainer.config.keys import Config
 from trainer.config.schema import schema
+from trainer.config.teacher import SHARED
 
-# The keys for which the teacher has the student's values: they share the mesh and the rows.
-SHARED = (
-    *FLAGS,
-    "enable_diloco",
-    *ICI.values(),
-    *DCN.values(),
-    *CONTEXT_KEYS,
-    *("allow_split_physical_axes", "logical_axis_rules", "sharding_tolerance", "hardware", "max_target_length"),
-    *("packing", "max_segments_per_seq", "per_device_batch_size", "gradient_accumulation_steps", "num_vocab_tiling"),
-    *("eval_interval", "eval_per_device_batch_size", "batch_invariant"),
-)
 _ELSEWHERE = {"load_parameters_path": "teacher_path"}
 _SCHEDULES = ("distill_alpha", "distill_temperature")
 

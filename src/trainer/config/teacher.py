@@ -1,0 +1,31 @@
+"""The configuration of a teacher, derived from its student's."""
+
+from typing import Any
+
+from trainer.config.capabilities.context_keys import KEYS as CONTEXT_KEYS
+from trainer.config.derived import DCN, ICI
+from trainer.config.flags import FLAGS
+from trainer.config.keys import Config
+from trainer.config.schema import schema
+
+# The keys for which the teacher has the student's values: they share the mesh and the rows.
+SHARED = (
+    *FLAGS,
+    "enable_diloco",
+    *ICI.values(),
+    *DCN.values(),
+    *CONTEXT_KEYS,
+    *("allow_split_physical_axes", "logical_axis_rules", "sharding_tolerance", "hardware", "max_target_length"),
+    *("packing", "max_segments_per_seq", "per_device_batch_size", "gradient_accumulation_steps", "num_vocab_tiling"),
+    *("eval_interval", "eval_per_device_batch_size", "batch_invariant"),
+)
+
+
+def teacher_values(config: Config) -> dict[str, Any]:
+    """Returns the teacher's keys, not resolved. `config`: the student's, resolved, with all keys of the teacher's model
+    in teacher_overrides (`weights.teacher`)."""
+    overrides: Any = dict(config.teacher_overrides)
+    dtype = overrides.get("dtype", config.dtype)
+    values = {name: key.default for name, key in schema().keys.items()}
+    # No update needs a more precise dtype for the weights.
+    return values | {"dtype": dtype, "weight_dtype": dtype} | overrides | {name: config[name] for name in SHARED}

@@ -1,0 +1,100 @@
+"""Reads the teacher of distillation: the keys, the tokenizer and the weights in the folder at teacher_path."""
+
+from collections.abc import Callable
+from typing import Any
+
+from trainer.config.capabilities.data_keys import without_rows
+from trainer.config.capabilities.token_keys import token_files
+from trainer.config.dump import as_words
+from trainer.config.errors import UserError
+from trainer.config.keys import Config
+from trainer.config.load import Loaded, load
+from trainer.config.schema import schema
+from trainer.config.teacher import SHARED
+from trainer.config.tokenizer_files import has_tokenizer
+from trainer.data.tokenizer_files import load_tokenizer
+from trainer.data.vocabularies import shared_tokens
+from trainer.leaves.source import Source, joined, parted
+from trainer.objectives.distillation import PARAMS, REST
+from trainer.runtime.storage import is_remote
+from trainer.weights.load import load_parameters
+from trainer.weights.model_keys import MODEL, load_model_keys
+from trainer.weights.open import open_source
+
+_PRESET = "teacher_overrides={model_name: NAME}"
+_MODULES = "mtp_num_layers"  # the student learns nothing from modules of multi-token prediction
+_ALWAYS = ("decoder_block", "vocab_size")
+# Shared keys that a model is checked with here. The others need the devices.
+_CHECKED = ("enable_nnx", "pure_nnx_decoder", "pure_nnx", "max_target_length", "packing", "batch_invariant")
+
+
+def teacher_keys(config: Config) -> dict[str, Any]:
+    """Returns teacher_overrides with the keys of the model at teacher_path, or of the preset that they name.
+
+    Raises:
+      UserError: there is no such model, or the keys contradict it.
+    """
+    given, path = dict[str, Any](config.teacher_overrides), config.teacher_path
+    words = as_words(config, _CHECKED) + as_words({_MODULES: 0, **given})
+    try:
+        if path:
+            source = _source(config)
+            if not source.keys and "model_name" not in given:
+                raise UserError(f"{path} does not contain its model's keys; name its preset: {_PRESET}")
+            own = load_model_keys(source.keys, [*words, f"load_parameters_path={path}"], path, lambda line: None).config
+        else:
+            own = load(["base.yml", "dataset_type=synthetic", *words], defaults=without_rows(words)).config
+    except UserError as error:
+        raise UserError(f"the teacher {f'at {path}' if path else 'in teacher_overrides'}: {error}") from error
+    names = [name for name, key in schema().keys.items() if name in MODEL and own[name] != key.default]
+    return {name: own[name] for name in sorted({*_ALWAYS, *names, *given} - {"model_name", _MODULES, *SHARED})}
+
+
+def with_teacher(loaded: Loaded) -> Loaded:
+    """Returns `loaded`; with use_distill, its teacher_overrides are those of `teacher_keys`."""
+    if loaded.config.use_distill:
+        loaded.complete({"teacher_overrides": teacher_keys(loaded.config)})
+    return loaded
+
+
+def keys_of_tokenizers(loaded: Loaded, say: Callable[[str], None]) -> dict[str, Any]:
+    """Compares the tokenizers of student and teacher, and returns the keys that follow: distill_vocab_size if one
+    vocabulary contains the other, and tokenizer_path, the teacher's, if the student has no tokenizer.
+
+    Raises:
+      UserError: the vocabularies differ.
+    """
+    config, found = loaded.config, dict[str, Any]()
+    if config.distill_vocab_size >= 0 or config.dataset_type == "synthetic":
+        return found
+    place = _source(config).tokenizer
+    if is_remote(place) or not has_tokenizer(place, "auto"):
+        say(f"warning: {place} has no tokenizer: that the student has the same vocabulary is not checked")
+        return found
+    path = loaded.tokenizer or config.tokenizer_path
+    if not path and config.tokenizer_type != "bytes":
+        if token_files(config):
+            say("warning: tokenizer_path is empty: that the student has the teacher's vocabulary is not checked")
+            return found
+        path = found["tokenizer_path"] = str(place)
+        say(f"tokenizer_path={path}: the tokenizer of the teacher, because the student has none")
+    ends = {"add_bos": config.add_bos, "add_eos": config.add_eos}
+    student, teacher = load_tokenizer(path, config.tokenizer_type, **ends), load_tokenizer(str(place), "auto", **ends)
+    shared = shared_tokens(student, teacher)
+    if shared.note:
+        say(shared.note)
+    return found | ({"distill_vocab_size": shared.tokens} if shared.student != shared.teacher else {})
+
+
+def load_teacher(path: str, config: Config, abstract: Any, say: Callable[[str], None]) -> dict[str, Any]:
+    """Returns the weights of the teacher `config`, resolved, as the two parts of `abstract`: its arrays, as shapes with
+    shardings."""
+    averaged = open_source(path, config.decoder_block, verify=False).averaged  # a run's, with ema_decay
+    wanted, name = joined(abstract[PARAMS], abstract[REST]), f"{path}: the teacher"
+    weights = load_parameters(path, config, wanted, lambda line: say(f"{name}: {line}"), {_MODULES}, average=averaged)
+    return dict(zip((PARAMS, REST), parted(weights, abstract[REST]), strict=True))
+
+
+def _source(config: Config) -> Source:
+    block = str(config.teacher_overrides.get("decoder_block", ""))
+    return open_source(config.teacher_path, block, verify=False)
