@@ -1,5 +1,6 @@
 """`python -m trainer.distill [base.yml] teacher_path=FOLDER key=value ... [--show N]`: trains a student on a teacher.
 
+With save_teacher_logits=FOLDER it saves the teacher's logits instead, and teacher_logits_path=FOLDER trains from them.
 It is `trainer.train`, or with use_sft=true `trainer.sft`, with a second model in the objective. Checkpoints, meshes,
 combinations and reports are the same.
 """
@@ -25,10 +26,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line `argv` (default: the arguments of the process)."""
     words = command_line(argv)
     keys = [word for word in words if not word.startswith("--")]
-    if any(word.partition("=")[0] == sft.SHOW for word in words) or unchecked(keys, os.environ).use_sft:
-        sft.run(words, CONVERSATIONS, sft.show)
+    config = unchecked(keys, os.environ)
+    shows = any(word.partition("=")[0] == sft.SHOW for word in words)
+    kind = CONVERSATIONS if shows or config.use_sft else DOCUMENTS
+    if config.save_teacher_logits:
+        run_command(words, dataclasses.replace(kind, instead=_save))
+    elif kind is CONVERSATIONS:
+        sft.run(words, kind, sft.show)
     else:
-        run_command(words, DOCUMENTS)
+        run_command(words, kind)
+
+
+def _save(run: Any, dataset: Any, say: Callable[[str], None]) -> None:
+    from trainer.training.saved_logits import save_logits
+
+    save_logits(run, dataset, say)
 
 
 def _check_documents(config: Config) -> None:

@@ -16,13 +16,15 @@ from trainer.config.keys import Config
 from trainer.config.load import Loaded, load
 from trainer.config.resolve import resolve
 from trainer.config.tokenizer_files import has_tokenizer
+from trainer.data.teacher_logits import SavedLogits
 from trainer.data.tokenizer_files import load_tokenizer
 from trainer.data.vocabularies import shared_tokens
 from trainer.leaves.source import joined, parted
 from trainer.models.families import axis_rules, forward_flops_per_token
-from trainer.objectives.base import Frozen
+from trainer.objectives.base import Field, Frozen
 from trainer.objectives.distillation import PARAMS, REST, Teacher
 from trainer.objectives.registry import make_tiling
+from trainer.objectives.saved_logits import SavedTeacher
 from trainer.observe.banner import model_text
 from trainer.products.dequantized import parameter_count
 from trainer.runtime.storage import is_remote
@@ -37,13 +39,15 @@ _PRESET = "teacher_overrides={model_name: NAME}"
 _MODULES = "mtp_num_layers"  # the student learns nothing from modules of multi-token prediction
 
 
-def make_teacher(config: Config, devices: Sequence[jax.Device], rules: Rules) -> tuple[Teacher, Rules]:
+def make_teacher(config: Config, devices: Sequence[jax.Device], rules: Rules) -> tuple[Teacher | SavedTeacher, Rules]:
     """Returns the teacher of `config`, the student's resolved configuration, and `rules`, the student's, with the rules
-    of the teacher's family. No weights are read.
+    of the teacher's family. No weights are read. With teacher_logits_path, the teacher is its saved logits.
 
     Raises:
-      UserError: there is no such model, or it does not fit the mesh.
+      UserError: there is no such model, it does not fit the mesh, or the logits do not fit `config`.
     """
+    if config.teacher_logits_path:
+        return _saved(config), rules
     own, averaged = teacher_config(config, devices)
     model = make_model(own)
     (params, rest), tokens = model.abstract, min(config.vocab_size, own.vocab_size)
@@ -70,6 +74,25 @@ def _joint(student: Rules, teacher: Rules, block: str) -> Rules:
             f"decoder_block={block} of the teacher: its axis {different[0]} has another rule in the student"
         )
     return {**teacher, **student}
+
+
+def _saved(config: Config) -> SavedTeacher:
+    facts, shared = SavedLogits(config.teacher_logits_path).facts, config.distill_vocab_size
+    here: dict[str, tuple[Any, Any]] = {"max_target_length": (facts.length, config.max_target_length)}
+    if not facts.whole:
+        here["distill_temperature"] = (facts.temperature, config.distill_temperature)
+    if shared >= 0 or config.vocab_size < facts.tokens:
+        here["distill_vocab_size"] = (facts.tokens, min(config.vocab_size, shared if shared >= 0 else facts.tokens))
+    wrong = [f"{key} is {there} there and {now} here" for key, (there, now) in here.items() if there != now]
+    if not facts.whole and config.distill_temperature_schedule != "constant":
+        wrong.append(f"distill_temperature_schedule must be constant, because only {facts.k} logits are saved")
+    if wrong:
+        raise UserError(f"teacher_logits_path={config.teacher_logits_path}: {'; '.join(wrong)}")
+    fields = {
+        name: Field(("rows", "length", *of.shape[1:]), of.base.name)
+        for name, (of, *_) in (facts.record.fields or {}).items()
+    }
+    return SavedTeacher(facts.tokens, facts.vocab_size, fields)
 
 
 def teacher_config(config: Config, devices: Sequence[jax.Device]) -> tuple[Config, bool]:
@@ -112,7 +135,7 @@ def of_tokenizers(loaded: Loaded, say: Callable[[str], None]) -> dict[str, Any]:
       UserError: the vocabularies differ.
     """
     config, found = loaded.config, dict[str, Any]()
-    if config.distill_vocab_size >= 0 or config.dataset_type == "synthetic":
+    if config.distill_vocab_size >= 0 or config.dataset_type == "synthetic" or config.teacher_logits_path:
         return found
     place = open_source(config.teacher_path, config.teacher_overrides.get("decoder_block", ""), verify=False).tokenizer
     if is_remote(place) or not has_tokenizer(place, "auto"):
