@@ -13,10 +13,10 @@ from typing import Any
 from trainer import sft
 from trainer.config.capabilities.chat_keys import SFT_DEFAULTS, not_conversations, other_command
 from trainer.config.capabilities.distillation_keys import not_distilled
-from trainer.config.errors import command_line, exit_on_user_error, report
+from trainer.config.errors import UserError, command_line, exit_on_user_error, report
 from trainer.config.keys import Config
 from trainer.config.load import Loaded, unchecked
-from trainer.train import TRAIN, run_command
+from trainer.train import DRY_RUN, TRAIN, run_command
 
 _DEFAULTS = {"use_distill": True}
 
@@ -30,6 +30,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     shows = any(word.partition("=")[0] == sft.SHOW for word in words)
     kind = CONVERSATIONS if shows or config.use_sft else DOCUMENTS
     if config.save_teacher_logits:
+        if DRY_RUN in words:
+            raise UserError(f"{DRY_RUN} is for training; leave it out, or save_teacher_logits")
         run_command(words, dataclasses.replace(kind, instead=_save))
     elif kind is CONVERSATIONS:
         sft.run(words, kind, sft.show)

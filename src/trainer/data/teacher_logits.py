@@ -80,11 +80,6 @@ class Facts:
             saved += [(TOKENS, np.dtype(ids), (self.length, self.k)), (OTHERS, np.dtype(np.float32), (self.length,))]
         return np.dtype(saved)
 
-    def with_shards(self, size: int, batch: int) -> "Facts":
-        """Returns the facts for shards of about `size` bytes, whole batches of `batch` rows, at least one."""
-        batches = max(1, size // (self.record.itemsize * batch))
-        return dataclasses.replace(self, shard_rows=batches * batch)
-
     def bounds(self) -> dict[str, range]:
         """Returns the rows of each shard, by file name."""
         firsts = range(0, self.rows, self.shard_rows)
@@ -242,13 +237,9 @@ def _begun(folder: Path, facts: Facts) -> tuple[Facts, dict[str, str]]:
         )
     for leftover in folder.glob("shard-*.incomplete-*"):
         leftover.unlink()
-    sizes = {name: len(rows) * facts.record.itemsize for name, rows in facts.bounds().items()}
-    kept = {name: total for name, total in sums.items() if _has_size(folder / name, sizes[name])}
-    return facts, kept
-
-
-def _has_size(file: Path, size: int) -> bool:
-    return file.is_file() and file.stat().st_size == size
+    size, bounds = facts.record.itemsize, facts.bounds()
+    files = {path.name: path.stat().st_size for path in folder.iterdir()}
+    return facts, {name: total for name, total in sums.items() if files.get(name) == len(bounds[name]) * size}
 
 
 def _read(folder: Path) -> tuple[Facts, dict[str, str]]:

@@ -1,5 +1,6 @@
 """Saves the logits of a teacher for all training rows (`data.teacher_logits`)."""
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -68,7 +69,8 @@ def save_logits(run: Run, dataset: Dataset, say: Callable[[str], None]) -> None:
         dtype=logits.dtype.name,
         teacher=hashlib.sha256(json.dumps(digests(by_path(frozen)), sort_keys=True).encode()).hexdigest(),
     )
-    facts = facts.with_shards(SHARD_BYTES, size)
+    batches_of_shard = max(1, SHARD_BYTES // (facts.record.itemsize * size))
+    facts = dataclasses.replace(facts, shard_rows=batches_of_shard * size)
     with writer(config.save_teacher_logits, facts, config.teacher_path) as (left, write), Bar(say, "logits") as bar:
         done = count - sum(map(len, left.values()))
         bar.start(done / count)

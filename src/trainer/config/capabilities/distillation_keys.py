@@ -98,6 +98,7 @@ _WITH_TEACHER: tuple[Check, ...] = (
         lambda c: c[SAVED] and (c.teacher_path or c[SAVE]),
         "a run trains from saved logits, or with a teacher; give one of them",
     ),
+    refused((SAVE, "supervise"), lambda c: c[SAVE] and c.supervise, "only training is supervised"),
     (("teacher_overrides",), _overrides),
     *map(_end, _SCHEDULES),
 )
