@@ -174,8 +174,7 @@ def with_logits(dataset: Dataset, path: str) -> Dataset:
             "the packing of the command that saved them"
         )
     identity = dataset.identity | {"logits": saved.identity}
-    summary = f"{dataset.summary}; {saved.facts.k:,} of {saved.facts.vocab_size:,} logits of a teacher ({path})"
-    return dataclasses.replace(dataset, source=_WithLogits(source, saved), identity=identity, summary=summary)
+    return dataclasses.replace(dataset, source=_WithLogits(source, saved), identity=identity)
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from trainer.models.families import axis_rules, forward_flops_per_token
 from trainer.objectives.base import Field, Frozen
 from trainer.objectives.distillation import PARAMS, REST, Teacher
 from trainer.objectives.registry import make_tiling
-from trainer.objectives.saved_logits import SavedTeacher
+from trainer.objectives.saved_logits import LOGITS, SavedTeacher
 from trainer.observe.banner import model_text
 from trainer.products.dequantized import parameter_count
 from trainer.runtime.storage import is_remote
@@ -88,10 +88,8 @@ def _saved(config: Config) -> SavedTeacher:
         wrong.append(f"distill_temperature_schedule must be constant, because only {facts.k} logits are saved")
     if wrong:
         raise UserError(f"teacher_logits_path={config.teacher_logits_path}: {'; '.join(wrong)}")
-    fields = {
-        name: Field(("rows", "length", *of.shape[1:]), of.base.name)
-        for name, (of, *_) in (facts.record.fields or {}).items()
-    }
+    parts = {name: facts.record[name] for name in facts.record.names or ()}
+    fields = {name: Field(("rows", "length", *part.shape[1:]), part.base.name) for name, part in parts.items()}
     return SavedTeacher(facts.tokens, facts.vocab_size, fields)
 
 
@@ -123,6 +121,8 @@ def teacher_text(run: Run) -> str:
     teacher = getattr(run.objective, "teacher", None)
     if teacher is None:
         return ""
+    if isinstance(teacher, SavedTeacher):
+        return f"{teacher.saved[LOGITS].shape[-1]:,} of {teacher.vocab_size:,} logits; {run.config.teacher_logits_path}"
     parameters = parameter_count(teacher.frozen.abstract[PARAMS])
     return f"{model_text(teacher.config, parameters)}; {run.config.teacher_path}"
 
