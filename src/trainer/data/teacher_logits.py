@@ -195,8 +195,8 @@ def writer(path: str, facts: Facts, teacher_path: str) -> Iterator[tuple[dict[st
             bounds = facts.bounds()
 
             def save() -> None:
-                content = {"format": FORMAT, **dataclasses.asdict(facts), "teacher_path": teacher_path, "shards": sums}
-                replace_file(folder / MANIFEST, json.dumps(content, indent=1) + "\n")
+                found = {"format": FORMAT, **dataclasses.asdict(facts), "teacher_path": teacher_path, "shards": sums}
+                replace_file(folder / MANIFEST, json.dumps(found, indent=1) + "\n")
 
             def write(name: str, batches: Iterator[Mapping[str, np.ndarray]]) -> None:
                 digest = hashlib.sha256()
@@ -205,9 +205,9 @@ def writer(path: str, facts: Facts, teacher_path: str) -> Iterator[tuple[dict[st
                         records = np.empty(len(batch[LOGITS]), facts.record)
                         for field in facts.record.names or ():
                             records[field] = batch[field]
-                        data = records.tobytes()
-                        digest.update(data)
-                        file.write(data)
+                        content = records.view(np.uint8)
+                        digest.update(content)
+                        file.write(content)
                 sums[name] = digest.hexdigest()
                 save()
 
