@@ -205,7 +205,7 @@ def writer(path: str, facts: Facts, teacher_path: str) -> Iterator[tuple[dict[st
                         records = np.empty(len(batch[LOGITS]), facts.record)
                         for field in facts.record.names or ():
                             records[field] = batch[field]
-                        content = records.view(np.uint8)
+                        content = records.view(np.uint8).data
                         digest.update(content)
                         file.write(content)
                 sums[name] = digest.hexdigest()
