@@ -1,5 +1,6 @@
 """`python -m trainer.distill [base.yml] teacher_path=FOLDER key=value ... [--show N]`: trains a student on a teacher.
 
+With save_teacher_logits=FOLDER it saves the teacher's logits instead, and teacher_logits_path=FOLDER trains from them.
 It is `trainer.train`, or with use_sft=true `trainer.sft`, with a second model in the objective. Checkpoints, meshes,
 combinations and reports are the same.
 """
@@ -12,10 +13,10 @@ from typing import Any
 from trainer import sft
 from trainer.config.capabilities.chat_keys import SFT_DEFAULTS, not_conversations, other_command
 from trainer.config.capabilities.distillation_keys import not_distilled
-from trainer.config.errors import command_line, exit_on_user_error, report
+from trainer.config.errors import UserError, command_line, exit_on_user_error, report
 from trainer.config.keys import Config
 from trainer.config.load import Loaded, unchecked
-from trainer.train import TRAIN, run_command
+from trainer.train import DRY_RUN, TRAIN, run_command
 
 _DEFAULTS = {"use_distill": True}
 
@@ -25,10 +26,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line `argv` (default: the arguments of the process)."""
     words = command_line(argv)
     keys = [word for word in words if not word.startswith("--")]
-    if any(word.partition("=")[0] == sft.SHOW for word in words) or unchecked(keys, os.environ).use_sft:
-        sft.run(words, CONVERSATIONS, sft.show)
+    config = unchecked(keys, os.environ)
+    shows = any(word.partition("=")[0] == sft.SHOW for word in words)
+    kind = CONVERSATIONS if shows or config.use_sft else DOCUMENTS
+    if config.save_teacher_logits:
+        if DRY_RUN in words:
+            raise UserError(f"{DRY_RUN} is for training; leave it out, or save_teacher_logits")
+        run_command(words, dataclasses.replace(kind, instead=_save))
+    elif kind is CONVERSATIONS:
+        sft.run(words, kind, sft.show)
     else:
-        run_command(words, DOCUMENTS)
+        run_command(words, kind)
+
+
+def _save(run: Any, dataset: Any, say: Callable[[str], None]) -> None:
+    from trainer.training.saved_logits import save_logits
+    from trainer.training.start import other_arrays
+
+    save_logits(run, dataset, other_arrays(run, say), say)
 
 
 def _check_documents(config: Config) -> None:

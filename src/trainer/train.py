@@ -47,6 +47,7 @@ class Kind:
       dataset: `dataset(config, say)` opens data other than records; `config` is resolved.
       source: `source(run, dataset, begin, run_dir, say)` returns the source of batches, see `training.fit`. It is
         opened before the step is compiled. `run_dir` is None if the source must not write.
+      instead: `instead(run, dataset, say)` is called instead of training.
     """
 
     command: str
@@ -57,6 +58,7 @@ class Kind:
     prompts: Callable[[Config, Any, Callable[[str], None]], Any] = lambda config, tokenizer, say: None
     dataset: Callable[[Config, Callable[[str], None]], Any] | None = None
     source: Callable[..., Any] | None = None
+    instead: Callable[..., None] | None = None
 
 
 def _of_documents(config: Config) -> None:
@@ -97,7 +99,11 @@ def run_command(words: Sequence[str], kind: Kind) -> None:
         from trainer.weights.model_of_command import with_model
 
         loaded = with_model(begun)
-        _dry_run(loaded, kind) if DRY_RUN in words else _run(loaded, kind, timeline)
+        if kind.instead:
+            console, run, dataset, *_ = _opened(loaded, kind)
+            kind.instead(run, dataset, console.say)
+        else:
+            _dry_run(loaded, kind) if DRY_RUN in words else _run(loaded, kind, timeline)
 
 
 class _Silence(io.StringIO):

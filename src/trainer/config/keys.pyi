@@ -373,6 +373,7 @@ class Config(Mapping[str, Any]):
     sa_v_layout: str
     save_checkpoint_on_completion: bool
     save_checkpoint_on_start: bool
+    save_teacher_logits: str
     scan_layers: bool
     scan_layers_per_stage: bool
     scan_pipeline_iterations: bool
@@ -394,6 +395,8 @@ class Config(Mapping[str, Any]):
     sparse_matmul: bool
     steps: int
     supervise: bool
+    teacher_logits_k: int
+    teacher_logits_path: str
     teacher_memory_host_offload: bool
     teacher_overrides: Mapping[str, Any]
     teacher_path: str

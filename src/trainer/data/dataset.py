@@ -52,6 +52,7 @@ class Dataset:
       repeats: whether training repeats the first batch of the stream forever.
       epoch: one pass; None if the data are endless or their length is unknown.
       mixture: the components of a mixture of prepared rows.
+      source: the training rows, from which `open_stream` makes its stream; None if it opens them.
     """
 
     evaluation: RowSource | None
@@ -62,6 +63,7 @@ class Dataset:
     repeats: bool = False
     epoch: Epoch | None = None
     mixture: Sequence[Component] = ()
+    source: RowSource | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -76,8 +78,10 @@ class Dataset:
         Each position continues exactly after its batch, also in another stream of an equal data set. Raises UserError
         if the position belongs to other data, or cannot be resumed on this number of processes.
         """
-        share = {"process_index": process_index, "process_count": process_count}
-        stream = self.open_stream(identity=self.identity, position=position, rows=rows, **share)
+        settings: Any = {"rows": rows, "process_index": process_index, "process_count": process_count}
+        if self.source is not None:
+            settings["source"] = self.source
+        stream = self.open_stream(identity=self.identity, position=position, **settings)
         return RepeatedStream(stream) if self.repeats else stream
 
     @functools.cached_property
@@ -111,6 +115,10 @@ def open_dataset(config: Config, say: Say, make_encoder: MakeEncoder = text_enco
         dataset = _synthetic(config)
     else:
         dataset = _of_tokens(config, say) if token_files(config) else _of_documents(config, say, make_encoder)
+    if config.teacher_logits_path:
+        from trainer.data.teacher_logits import with_logits
+
+        dataset = with_logits(dataset, config.teacher_logits_path)
     if not config.reuse_example_batch:
         return dataset
     return dataclasses.replace(
@@ -156,11 +164,12 @@ def of_rows(config: Config, prepared: "Prepared", tokenizer: Tokenizer | None, p
         tokenizer,
         prepared.identity | {"order": _order_words(config, order)},
         f"{prepared.name}: {facts}; {_held_out(evaluation, noun)} ({place})",
-        _stream_of_rows([rows.source for rows in prepared.train], prepared.weights, order),
+        functools.partial(PreparedStream, **order),
         epoch=None if others else Epoch(rows.source.size, counted(rows.meta["documents"], noun)),
         mixture=_mixture(
             prepared.labels, prepared.weights, [(own.source.size, own.meta["tokens"]) for own in prepared.train]
         ),
+        source=_mixed([rows.source for rows in prepared.train], prepared.weights, order),
     )
 
 
@@ -202,8 +211,8 @@ def _of_tokens(config: Config, say: Say) -> Dataset:
     epoch = Epoch(train[0].size, facts[0].partition(",")[0]) if len(train) == 1 else None
     patterns = [pattern for pattern, _ in train_mixture(config)]
     mixture = _mixture(patterns, weights, [(rows.size, rows.tokens) for rows in train])
-    open_stream = _stream_of_rows(train, weights, order)
-    return Dataset(evaluation, tokenizer, identity, summary, open_stream, epoch=epoch, mixture=mixture)
+    found: Any = {"epoch": epoch, "mixture": mixture, "source": _mixed(train, weights, order)}
+    return Dataset(evaluation, tokenizer, identity, summary, functools.partial(PreparedStream, **order), **found)
 
 
 def no_evaluation(config: Config) -> UserError:
@@ -245,13 +254,10 @@ def _order(config: Config) -> dict[str, Any]:
     return {"seed": seed if shuffle else 0, "shuffle": shuffle}
 
 
-def _stream_of_rows(
-    sources: Sequence[RowSource], weights: Sequence[int], order: dict[str, Any]
-) -> Callable[..., Stream]:
+def _mixed(sources: Sequence[RowSource], weights: Sequence[int], order: dict[str, Any]) -> RowSource:
     from trainer.data.mixture import MixedRows
 
-    rows = sources[0] if len(sources) == 1 else MixedRows(sources, weights, **order)
-    return functools.partial(PreparedStream, rows, **order)
+    return sources[0] if len(sources) == 1 else MixedRows(sources, weights, **order)
 
 
 def _streamed(opened: "Opened", order: dict[str, Any], workers: int, say: Say) -> Callable[..., Stream]:

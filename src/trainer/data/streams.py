@@ -21,6 +21,7 @@ _NAMES = {
     "length": "max_target_length",
     "packing": "the packing",
     "order": "the shuffling",
+    "logits": "the content of teacher_logits_path",
 }
 
 

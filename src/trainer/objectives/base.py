@@ -114,6 +114,9 @@ class Objective(Protocol):
     `derived` declares them, like `fields`, and the method `prepare(batch) -> batch` adds them. `prepare` runs on the
     host, on this process's whole rows, because on devices the tokens of a row may be in another order.
 
+    Evaluation may not read all fields. The attribute `unevaluated` declares the fields that are then zeros, like
+    `fields`.
+
     The keys `z_loss_multiplier`, `label_smoothing` and `mtp_num_layers` add terms to the next-token loss. They are
     refused unless the attribute `reads` of the objective's class, not of a base class, names them (`unread`).
 
@@ -179,6 +182,11 @@ def unread(objective: Objective, config: Config) -> list[str]:
 def derived_of(objective: Objective) -> Mapping[str, Field]:
     """Returns the arrays that `prepared` adds to a batch of `objective`."""
     return getattr(objective, "derived", {})
+
+
+def unevaluated_of(objective: Objective) -> Mapping[str, Field]:
+    """Returns the fields of `objective` that evaluation does not read."""
+    return getattr(objective, "unevaluated", {})
 
 
 def prepared(objective: Objective, batch: Mapping[str, Any]) -> Mapping[str, Any]:

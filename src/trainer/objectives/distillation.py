@@ -64,11 +64,11 @@ class Teacher(NamedTuple):
         return int(self.config.vocab_size)
 
 
-class _Compared(NamedTuple):
-    """Values of each token, float32 [b, t]."""
+class Compared(NamedTuple):
+    """Values of each token, float32 [b, t]. `teacher_nll` is None if the teacher's normalizer is unknown."""
 
     divergence: jax.Array
-    teacher_nll: jax.Array
+    teacher_nll: jax.Array | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +122,7 @@ class Distillation(NextToken):
     def of_hidden(
         self, params: Any, rest: Any, hidden_bte: jax.Array, batch: Batch, **others: Any
     ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-        frozen, step = others["frozen"], others.get("step")
+        frozen, step = others.get("frozen"), others.get("step")
         alpha, temperature = self.alpha(step), self.temperature(step)
         terms, logs = self.token_terms(
             params, rest, hidden_bte, batch["targets"], other=self._comparison(frozen, batch, temperature)
@@ -135,8 +135,9 @@ class Distillation(NextToken):
         measured = {
             "lm_loss": sums.pop("lm_loss"),
             "divergence": divergence,
-            "teacher_lm_loss": jnp.sum(jnp.where(with_target, compared.teacher_nll, 0)),
         }
+        if compared.teacher_nll is not None:
+            measured["teacher_lm_loss"] = jnp.sum(jnp.where(with_target, compared.teacher_nll, 0))
         minimized = {
             "distill_loss": alpha * temperature**2 * divergence,
             "label_loss": (1 - alpha) * measured["lm_loss"],
@@ -146,20 +147,26 @@ class Distillation(NextToken):
             minimized["label_smoothing_loss"] *= 1 - alpha
         return minimized, jax.lax.stop_gradient(measured)
 
+    def teacher_hidden(self, frozen: Any, batch: Batch) -> jax.Array:
+        """Returns the teacher's hidden states [b, t, e]."""
+        readable = jnp.minimum(batch["inputs"], self.teacher.vocab_size - 1) if self.derived else batch["inputs"]
+        weights = frozen[PARAMS], frozen[REST]
+        return hidden_states(self.teacher.apply, *weights, {**batch, "inputs": readable}, None, ())[0]
+
     def _comparison(self, frozen: Any, batch: Batch, temperature: Any) -> Comparison:
-        teacher, own = self.teacher, (frozen[PARAMS], frozen[REST])
-        readable = jnp.minimum(batch["inputs"], teacher.vocab_size - 1) if self.derived else batch["inputs"]
-        hidden_bte, _ = hidden_states(teacher.apply, *own, {**batch, "inputs": readable}, None, ())
+        def compare(student: jax.Array, logits: jax.Array, tokens: tuple[jax.Array, jax.Array]) -> Compared:
+            return self._compared(student, logits, *tokens)
 
-        def compare(student: jax.Array, logits: jax.Array, tokens: tuple[jax.Array, jax.Array]) -> _Compared:
-            target_bt, temperature_bt = tokens
-            # Only the logits are kept for the backward pass.
-            divergence = jax.checkpoint(self._divergence)(student, logits, temperature_bt[..., None])
-            return _Compared(divergence, cross_entropy(logits, target_bt)[0])
+        hidden_bte, tokens = self.teacher_hidden(frozen, batch), of_tokens(batch, temperature)
+        model = self.teacher.apply, frozen[PARAMS], frozen[REST], hidden_bte, self.teacher.tiling
+        return Comparison(compare, tokens, *model)
 
-        # An array, because the temperature may be a traced value, which the tiles' backward pass cannot close over.
-        tokens = batch["targets"], jnp.broadcast_to(jnp.float32(temperature), batch["targets"].shape)
-        return Comparison(compare, tokens, teacher.apply, *own, hidden_bte, teacher.tiling)
+    def _compared(
+        self, student: jax.Array, logits: jax.Array, target_bt: jax.Array, temperature_bt: jax.Array
+    ) -> Compared:
+        # Only the logits are kept for the backward pass.
+        divergence = jax.checkpoint(self._divergence)(student, logits, temperature_bt[..., None])
+        return Compared(divergence, cross_entropy(logits, target_bt)[0])
 
     def _divergence(self, student: jax.Array, teacher: jax.Array, temperature: jax.Array) -> jax.Array:
         tempered = (logits.astype(jnp.float32) / temperature for logits in (student, teacher))
@@ -167,6 +174,12 @@ class Distillation(NextToken):
 
     def _bears_loss(self, batch: Batch) -> jax.Array:
         return batch["targets_segmentation"] != 0
+
+
+def of_tokens(batch: Batch, temperature: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns the target and the temperature of each token, [b, t]."""
+    # An array, because the temperature may be a traced value, which the tiles' backward pass cannot close over.
+    return batch["targets"], jnp.broadcast_to(jnp.float32(temperature), batch["targets"].shape)
 
 
 def known_so_far(known: np.ndarray, segments: np.ndarray) -> np.ndarray:

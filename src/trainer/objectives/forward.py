@@ -53,23 +53,25 @@ class TokenLogProbs(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """A model without gradients, whose logits are compared with those of the trained model.
+    """A model without gradients, whose logits are compared with those of the trained model; or only a function of the
+    trained model's logits.
 
     Attributes:
       compare: (the trained model's logits [b, t, v], this model's logits [b, t, w], `tokens`) -> a pytree of [b, t].
-      tokens: a pytree of arrays [b, t] that `compare` reads.
-      apply, params, rest: the model.
+        Without a model, the second argument is None.
+      tokens: a pytree of arrays [b, t, ...] that `compare` reads.
+      apply, params, rest: the model; `apply` is None without a model.
       hidden_bte: its hidden states.
       tiling: the tiling with its head; None without tiles.
     """
 
-    compare: Callable[[jax.Array, jax.Array, Any], Any]
+    compare: Callable[..., Any]
     tokens: Any
-    apply: Apply
-    params: Any
-    rest: Any
-    hidden_bte: jax.Array
-    tiling: Tiling | None
+    apply: Apply | None = None
+    params: Any = None
+    rest: Any = None
+    hidden_bte: jax.Array | None = None
+    tiling: Tiling | None = None
 
 
 def target_log_probs(
@@ -97,7 +99,7 @@ def target_log_probs(
         own = apply(params, rest, hidden_bte, method="head")[0]
         found = None
         if other is not None:
-            theirs = other.apply(*models[0], other_bte, method="head")[0]
+            theirs = other.apply and other.apply(*models[0], other_bte, method="head")[0]
             found = other.compare(own, theirs, compared_bt)
         logits = tempered(own, temperature)
         nll, log_z, *mean_nll = cross_entropy(logits, target_bt, mean)
@@ -105,9 +107,10 @@ def target_log_probs(
         return TokenLogProbs(-nll, log_z, -mean_nll[0] if mean else None, token, found)
 
     tokens: Any = (target_bt, None, None)
-    models: list[Any] = []
+    models: list[tuple[Any, Any, Any]] = []
     if other is not None:
-        tokens, models = (target_bt, other.tokens, other.hidden_bte), [(other.tiling, other.params, other.rest)]
+        tokens = target_bt, other.tokens, other.hidden_bte
+        models = [(other.tiling, other.params, other.rest)] if other.apply else []
     if tiling is None:
         return values(params, rest, hidden_bte, tokens, *(model[1:] for model in models))
     return in_tiles(values, tiling, params, rest, hidden_bte, tokens, models)

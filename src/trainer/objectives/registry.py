@@ -16,11 +16,12 @@ from trainer.objectives.policy import Policy
 from trainer.objectives.preference import Dpo, Orpo
 from trainer.objectives.reference import first_parameters
 from trainer.objectives.router import WithRouters
+from trainer.objectives.saved_logits import SavedDistillation, SavedTeacher
 from trainer.objectives.tiling import Tiling
 from trainer.ops.divergence import divergence_of
 
 
-def make_objective(config: Config, model: Any, teacher: Teacher | None = None) -> Objective:
+def make_objective(config: Config, model: Any, teacher: Teacher | SavedTeacher | None = None) -> Objective:
     """Returns the objective of `config`, resolved, for `model` (`backends.Model`). `teacher`: with use_distill."""
     if config.use_grpo or config.use_dpo:
         objective = (_policy if config.use_grpo else _preference)(config, model)
@@ -30,7 +31,7 @@ def make_objective(config: Config, model: Any, teacher: Teacher | None = None) -
     return WithRouters(objective, balance, z) if has_experts(config) and (balance or z) else objective
 
 
-def _next_token(config: Config, model: Any, teacher: Teacher | None) -> Objective:
+def _next_token(config: Config, model: Any, teacher: Any) -> Objective:
     shared = model.apply, config.z_loss_multiplier, config.label_smoothing, make_tiling(config, model)
     next_token = NextToken(*shared) if teacher is None else _distillation(config, teacher, *shared)
     if not config.mtp_num_layers:
@@ -39,12 +40,13 @@ def _next_token(config: Config, model: Any, teacher: Teacher | None) -> Objectiv
     return MultiToken(next_token, config.mtp_num_layers, scale, evaluated)
 
 
-def _distillation(config: Config, teacher: Teacher, *shared: Any) -> Distillation:
+def _distillation(config: Config, teacher: Any, *shared: Any) -> Distillation:
     def schedule(name: str) -> Schedule:
         start, end, shape = (config[f"distill_{name}{part}"] for part in ("", "_end", "_schedule"))
         return Schedule(start, start if end is None else end, shape, config.learning_rate_schedule_steps)
 
-    return Distillation(
+    kind = SavedDistillation if isinstance(teacher, SavedTeacher) else Distillation
+    return kind(
         *shared,
         teacher=teacher,
         divergence=divergence_of(config.distill_loss, config.distill_jensen_shannon_weight),

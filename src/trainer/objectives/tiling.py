@@ -48,7 +48,7 @@ def in_tiles(
     tokens: Any,
     others: Sequence[tuple[Tiling, Any, Any]] = (),
 ) -> Any:
-    """Returns `fn(params, rest, hidden_bte, tokens, *others)`, a pytree of arrays [b, t], computed tile by tile.
+    """Returns `fn(params, rest, hidden_bte, tokens, *others)`, a pytree of arrays [b, t, ...], computed tile by tile.
 
     `fn` must read only the output heads' parts of all `params` and `rest`, and compute each token independently. A
     custom VJP (docs/decisions/0014) computes gradients with respect to the head's parameters and `hidden_bte`. It saves
@@ -140,7 +140,7 @@ class _Tiled:
         """Runs on one device, for its tokens."""
         head, buffers, tiles = *self._constrained(head, buffers), self._cut(hidden_bte, tokens)
         values = jax.lax.map(lambda tile: self._values(head, buffers, *tile), tiles)
-        return jax.tree.map(lambda value: value.reshape(hidden_bte.shape[:2]), values)
+        return jax.tree.map(lambda value: value.reshape(*hidden_bte.shape[:2], *value.shape[2:]), values)
 
     def _backward(self, head: Any, hidden_bte: jax.Array, buffers: Any, tokens: Any, grads: Any) -> Any:
         """Runs on one device, for its tokens. Then sums the head's gradient over devices."""

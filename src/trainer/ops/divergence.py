@@ -49,6 +49,14 @@ def first_tokens(count: int, *logits: jax.Array) -> list[jax.Array]:
     return cut if count >= size else [jnp.where(jnp.arange(size) < count, x, _ABSENT) for x in cut]
 
 
+def with_others(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Returns the logits of `tokens` [..., k] and of the event that any other token follows, [..., k + 1], from all
+    logits [..., v]."""
+    chosen = jnp.take_along_axis(logits, tokens, axis=-1)
+    others = jnp.put_along_axis(logits, tokens, _ABSENT, axis=-1, inplace=False)
+    return jnp.concatenate([chosen, jax.nn.logsumexp(others, axis=-1, keepdims=True)], axis=-1)
+
+
 def _kl(log_p: jax.Array, log_q: jax.Array) -> jax.Array:
     p, q = jnp.exp(log_p), jnp.exp(log_q)
     return jnp.sum(p * (log_p - log_q) - p + q, axis=-1)

@@ -13,7 +13,7 @@ from trainer.data.batches import Batch, eval_batches
 from trainer.data.dataset import Dataset
 from trainer.data.loader import Loader
 from trainer.data.streams import Position
-from trainer.objectives.base import placed_fields, prepared
+from trainer.objectives.base import placed_fields, prepared, unevaluated_of
 from trainer.ops.order import reorder
 from trainer.runtime.place import place, share_of_rows
 from trainer.training.run import Run
@@ -71,7 +71,9 @@ def held_out_batches(run: Run, dataset: Dataset) -> Iterable[Batch]:
     share = share_of_rows(run.batch_shardings["row"], run.eval_rows)
     steps = run.config.eval_steps
     count = steps if steps < 0 else steps * eval_parts(run.config)
-    return eval_batches(dataset.evaluation, run.eval_rows, count, **share)
+    given = run.given_batch(run.eval_rows // share["process_count"])
+    unread = {name: np.zeros(given[name].shape, given[name].dtype) for name in unevaluated_of(run.objective)}
+    return ({**batch, **unread} for batch in eval_batches(dataset.evaluation, run.eval_rows, count, **share))
 
 
 def check_no_images(batch: Batch, images: Mapping[int, str]) -> None:

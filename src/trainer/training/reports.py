@@ -14,6 +14,7 @@ from trainer.config.capabilities.checkpoint_keys import best_of_tasks
 from trainer.config.flags import combination
 from trainer.config.keys import Config
 from trainer.objectives.distillation import PARAMS
+from trainer.objectives.saved_logits import LOGITS, SavedTeacher
 from trainer.observe.banner import devices_text, mesh_text, model_text, work_of
 from trainer.observe.console import Console
 from trainer.observe.events import EventsWriter
@@ -46,6 +47,8 @@ def teacher_text(run: Run) -> str:
     teacher = getattr(run.objective, "teacher", None)
     if teacher is None:
         return ""
+    if isinstance(teacher, SavedTeacher):
+        return f"{teacher.saved[LOGITS].shape[-1]:,} of {teacher.vocab_size:,} logits; {run.config.teacher_logits_path}"
     parameters = parameter_count(teacher.frozen.abstract[PARAMS])
     return f"{model_text(teacher.config, parameters)}; {run.config.teacher_path}"
 

@@ -81,7 +81,7 @@ def start(
         )
     if manager is not None and manager.latest is not None:
         path = manager.path(manager.latest)
-        frozen = _reference(run, path, say, given) if run.frozen.of_parameters else _arrays(run, say)
+        frozen = _reference(run, path, say, given) if run.frozen.of_parameters else other_arrays(run, say)
         begin = _continued(run, dataset, path, say, schedule_given, given)._replace(frozen=frozen)
         if begin.reference is not None:
             which = "teacher" if run.frozen.place else "reference"
@@ -95,11 +95,11 @@ def start(
     place = _LOADED if run.frozen.of_parameters else run.frozen.place
     if not place:
         return begin._replace(frozen=run.frozen.make())
-    frozen = _arrays(run, say) if run.frozen.place else run.frozen.make(_parameters(run, begin.state))
+    frozen = other_arrays(run, say) if run.frozen.place else run.frozen.make(_parameters(run, begin.state))
     return begin._replace(frozen=frozen, reference=base_of(config[place], _named(run, frozen)))
 
 
-def _arrays(run: Run, say: Say) -> Any:
+def other_arrays(run: Run, say: Say) -> Any:
     """Returns the arrays that the objective reads, if they are not the run's first parameters."""
     if not run.frozen.place:
         return run.frozen.make()

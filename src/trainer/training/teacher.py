@@ -13,16 +13,19 @@ from trainer.models.families import axis_rules, forward_flops_per_token
 from trainer.objectives.base import Frozen
 from trainer.objectives.distillation import PARAMS, REST, Teacher
 from trainer.objectives.registry import make_tiling
+from trainer.objectives.saved_logits import SavedTeacher, saved_fields
 from trainer.sharding import Rules, hardware
 
 
-def make_teacher(config: Config, devices: Sequence[jax.Device], rules: Rules) -> tuple[Teacher, Rules]:
+def make_teacher(config: Config, devices: Sequence[jax.Device], rules: Rules) -> tuple[Teacher | SavedTeacher, Rules]:
     """Returns the teacher of `config`, the student's resolved configuration, and `rules`, the student's, with the rules
-    of the teacher's family. No weights are read.
+    of the teacher's family. No weights are read. With teacher_logits_path, the teacher is its saved logits.
 
     Raises:
       UserError: `config` does not contain the teacher's keys (`weights.teacher`), or they do not fit the mesh.
     """
+    if config.teacher_logits_path:
+        return _saved(config), rules
     own = _teacher_config(config, devices)
     model = make_model(own)
     (params, rest), tokens = model.abstract, min(config.vocab_size, own.vocab_size)
@@ -41,6 +44,11 @@ def make_teacher(config: Config, devices: Sequence[jax.Device], rules: Rules) ->
         tokens=tokens if config.distill_vocab_size < 0 else min(tokens, config.distill_vocab_size),
         tiling=make_tiling(own, model),
     ), _joint(rules, axis_rules(own), own.decoder_block)
+
+
+def _saved(config: Config) -> SavedTeacher:
+    size, dtype = (config.teacher_overrides[name] for name in ("vocab_size", "dtype"))
+    return SavedTeacher(config.distill_vocab_size, size, saved_fields(config.teacher_logits_k, size, dtype))
 
 
 def _joint(student: Rules, teacher: Rules, block: str) -> Rules:

@@ -12,6 +12,7 @@ from trainer.config.load import Loaded, load
 from trainer.config.schema import schema
 from trainer.config.teacher import SHARED
 from trainer.config.tokenizer_files import has_tokenizer
+from trainer.data.teacher_logits import SavedLogits
 from trainer.data.tokenizer_files import load_tokenizer
 from trainer.data.vocabularies import shared_tokens
 from trainer.leaves.source import Source, joined, parted
@@ -51,10 +52,28 @@ def teacher_keys(config: Config) -> dict[str, Any]:
 
 
 def with_teacher(loaded: Loaded) -> Loaded:
-    """Returns `loaded`; with use_distill, its teacher_overrides are those of `teacher_keys`."""
-    if loaded.config.use_distill:
-        loaded.complete({"teacher_overrides": teacher_keys(loaded.config)})
+    """Returns `loaded`; with use_distill, it then has the keys of the teacher, or of its saved logits."""
+    config = loaded.config
+    if config.use_distill and config.teacher_logits_path:
+        loaded.complete(_keys_of_logits(config))
+    elif config.use_distill:
+        loaded.complete({"teacher_overrides": teacher_keys(config)})
     return loaded
+
+
+def _keys_of_logits(config: Config) -> dict[str, Any]:
+    """Returns the keys that the logits at teacher_logits_path determine."""
+    facts, shared = SavedLogits(config.teacher_logits_path).facts, config.distill_vocab_size
+    here: dict[str, tuple[Any, Any]] = {}
+    if not facts.whole:
+        here["distill_temperature"] = (facts.temperature, config.distill_temperature)
+        here["distill_temperature_schedule"] = ("constant", config.distill_temperature_schedule)
+    if shared >= 0 or config.vocab_size < facts.tokens:
+        here["distill_vocab_size"] = (facts.tokens, min(config.vocab_size, shared if shared >= 0 else facts.tokens))
+    if wrong := [f"{key} is {there} there and {now} here" for key, (there, now) in here.items() if there != now]:
+        raise UserError(f"teacher_logits_path={config.teacher_logits_path}: {'; '.join(wrong)}")
+    model = {"vocab_size": facts.vocab_size, "dtype": facts.dtype}
+    return {"teacher_overrides": model, "teacher_logits_k": facts.k, "distill_vocab_size": facts.tokens}
 
 
 def keys_of_tokenizers(loaded: Loaded, say: Callable[[str], None]) -> dict[str, Any]:
@@ -65,7 +84,7 @@ def keys_of_tokenizers(loaded: Loaded, say: Callable[[str], None]) -> dict[str, 
       UserError: the vocabularies differ.
     """
     config, found = loaded.config, dict[str, Any]()
-    if config.distill_vocab_size >= 0 or config.dataset_type == "synthetic":
+    if config.distill_vocab_size >= 0 or config.dataset_type == "synthetic" or config.teacher_logits_path:
         return found
     place = _source(config).tokenizer
     if is_remote(place) or not has_tokenizer(place, "auto"):

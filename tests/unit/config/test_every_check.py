@@ -172,6 +172,10 @@ CASES = {
     "use_distill use_dpo use_grpo": [TAUGHT | {"use_dpo": True}],
     f"use_distill {STAGE_SIZES}": [TAUGHT | STAGES],
     "use_distill distill_alpha distill_alpha_schedule": [TAUGHT | {"distill_alpha": 0.0}],
+    "use_distill teacher_logits_path teacher_path save_teacher_logits": [
+        TAUGHT | {"teacher_logits_path": "a", "teacher_path": "b"}
+    ],
+    "use_distill save_teacher_logits supervise": [TAUGHT | {"save_teacher_logits": "a", "supervise": True}],
     "use_distill teacher_overrides": [TAUGHT | {"teacher_overrides": {"load_parameters_path": "a"}}],
     "use_distill distill_alpha_schedule distill_alpha_end": [TAUGHT | {"distill_alpha_schedule": "linear"}],
     "use_distill distill_temperature_schedule distill_temperature_end": [
@@ -285,7 +289,7 @@ CASES = {
 # Paths: with a character that no file system takes, and on another machine.
 KINDS = {"dataset": "tfds", "grain": "grain", "hf": "hf"}
 for key in paths_of(Place.LOCAL, Place.DATA):
-    kind = {"dataset_type": KINDS.get(key.partition("_")[0], "stdlib"), "use_sft": True}
+    kind = {"dataset_type": KINDS.get(key.partition("_")[0], "stdlib"), "use_sft": True} | TAUGHT
     scheme = "az" if key in paths_of(Place.DATA) else "s3"
     CASES[key] = [kind | {key: f"{scheme}://b/x"}, {key: "a\0"}]
 CASES["grain_eval_files"].insert(0, {"dataset_type": "grain", "grain_eval_files": "a,1"})
@@ -325,6 +329,7 @@ def test_every_row_refuses_its_case_and_not_the_defaults():
         ("enable_lora lora_weight_qtype quantization", LORA | {"quantization": "int8"}),
         ("enable_lora weight_sparsity_n", {"weight_sparsity_n": 1}),
         ("use_distill teacher_overrides", TAUGHT | {"teacher_overrides": {"dtype": "bfloat16"}}),
+        (f"use_distill {STAGE_SIZES}", TAUGHT | STAGES | {"teacher_logits_path": "a"}),
         ("use_distill distill_alpha distill_alpha_schedule", {"distill_alpha": 0.0}),
         (
             "use_distill distill_alpha distill_alpha_schedule",

@@ -106,6 +106,8 @@ CASES = {
     "use_sft=false and use_chat_template=false": {"use_chat_template": True},
     "the chat template writes the special tokens": {"use_sft": True},
     "use_distill=false": {"use_distill": True},
+    "teacher_logits_path replaces the teacher": {"teacher_logits_path": "a"},
+    "save_teacher_logits is empty": {"save_teacher_logits": "a"},
     "only distill_loss=jensen_shannon has a weight": {"distill_loss": "jensen_shannon"},
     "distill_alpha_schedule=constant": {"distill_alpha_schedule": "linear"},
     "distill_temperature_schedule=constant": {"distill_temperature_schedule": "linear"},

@@ -111,6 +111,8 @@ def test_the_list_is_this_one():
         "reward_num_workers",
         "reward_worker_timeout_seconds",
         "rollout_micro_batch_size",
+        "save_teacher_logits",
+        "teacher_logits_k",
     }
 
 

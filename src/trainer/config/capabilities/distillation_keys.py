@@ -11,6 +11,7 @@ from trainer.config.schema import schema
 from trainer.config.teacher import SHARED
 
 _ELSEWHERE = {"load_parameters_path": "teacher_path"}
+SAVE, SAVED = "save_teacher_logits", "teacher_logits_path"
 _SCHEDULES = ("distill_alpha", "distill_temperature")
 
 
@@ -47,18 +48,22 @@ def _constant(key: str) -> Inert:
 def not_distilled(config: Config) -> list[str]:
     """Returns one message for each key that prevents trainer.distill from training."""
     lines = [] if config.use_distill else [f"use_distill=false: {DISTILL} is for distillation; leave it out"]
-    if not config.teacher_path:
+    if not config.teacher_path and (config[SAVE] or not config[SAVED]):
         lines.append("teacher_path is empty; give the teacher's folder, teacher_path=FOLDER")
     return lines
 
 
 _KEYS: Sequence[str] = (
     *("teacher_path", "teacher_overrides", "teacher_memory_host_offload", "distill_loss", "distill_vocab_size"),
+    *(SAVE, SAVED, "teacher_logits_k"),
     *("distill_jensen_shannon_weight", *(f"{key}{part}" for key in _SCHEDULES for part in ("", "_end", "_schedule"))),
 )
 ROWS = (
     Row(("teacher_path",), path=Place.ANY),
     Row(("teacher_memory_host_offload",), Resume.SAME_BITS),
+    Row((SAVED,), path=Place.LOCAL),
+    Row((SAVE,), Resume.AROUND, step=False, path=Place.LOCAL),
+    Row(("teacher_logits_k",), Resume.AROUND, step=False),
 )
 _WITH_TEACHER: tuple[Check, ...] = (
     refused(
@@ -68,7 +73,7 @@ _WITH_TEACHER: tuple[Check, ...] = (
     ),
     refused(
         (ICI["stage"], DCN["stage"]),
-        lambda c: stages(c) > 1,
+        lambda c: stages(c) > 1 and not c[SAVED],
         "the teacher does not run in a pipeline; use fsdp and tensor instead of stages",
     ),
     refused(
@@ -76,6 +81,12 @@ _WITH_TEACHER: tuple[Check, ...] = (
         lambda c: not c.distill_alpha and c.distill_alpha_schedule == "constant",
         "nothing would be learned from the teacher; trainer.train trains without one",
     ),
+    refused(
+        (SAVED, "teacher_path", SAVE),
+        lambda c: c[SAVED] and (c.teacher_path or c[SAVE]),
+        "a run trains from saved logits, or with a teacher; give one of them",
+    ),
+    refused((SAVE, "supervise"), lambda c: c[SAVE] and c.supervise, "only training is supervised"),
     (("teacher_overrides",), _overrides),
     *map(_end, _SCHEDULES),
 )
@@ -85,6 +96,8 @@ CHECKS: tuple[Check, ...] = (
 )
 INERT = (
     Inert(_KEYS, lambda c: not c.use_distill, "use_distill=false"),
+    Inert(("teacher_overrides", "teacher_memory_host_offload"), lambda c: c[SAVED], f"{SAVED} replaces the teacher"),
+    Inert(("teacher_logits_k",), lambda c: not c[SAVE], f"{SAVE} is empty"),
     Inert(
         ("distill_jensen_shannon_weight",),
         lambda c: c.distill_loss != "jensen_shannon",

@@ -1,0 +1,260 @@
+"""Saved logits of a teacher for the rows of one prepared data set, in the stored order of the rows.
+
+A folder has the file MANIFEST and shards, each with the records of a fixed number of rows, without any header. The
+manifest lists the SHA-256 of each complete shard, so an interrupted command makes only the other shards.
+
+Shapes: n rows, t tokens of a row, k saved tokens, v tokens of the teacher's vocabulary.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from trainer.config.errors import UserError
+from trainer.config.json_files import Field, field_problems, read_object
+from trainer.config.paths import local_path
+from trainer.data.batches import Batch, RowSource
+from trainer.data.dataset import Dataset
+from trainer.data.streams import fingerprint
+from trainer.objectives.saved_logits import LOGITS, saved_fields
+from trainer.runtime.folders import replace_file
+from trainer.runtime.lock import LOCK_FILE, lock
+from trainer.runtime.new_folder import new_file
+
+MANIFEST, PATH = "teacher-logits.json", "teacher_logits_path"
+FORMAT = 1
+SHARD_BYTES = 64 << 20  # a shard has about this size, or is one batch if that is larger
+_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
+_FIELDS = {
+    **{"format": Field(int, FORMAT, FORMAT), "data": Field(str), "teacher": Field(str), "dtype": Field(str)},
+    **{name: Field(int, 1) for name in ("rows", "length", "k", "vocab_size", "tokens", "shard_rows")},
+    **{"temperature": Field(float, 0), "teacher_path": Field(str), "shards": Field(dict)},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What the shards of a folder contain.
+
+    Attributes:
+      data: a hash of the rows (`hash_of_rows`).
+      rows, length: the number of rows, and of the tokens of each.
+      k, vocab_size: k and v.
+      tokens: the number of leading tokens that the student shares. If k < v, all other tokens are left out.
+      temperature: the temperature of OTHERS.
+      dtype: of the logits.
+      teacher: a hash of the teacher's weights.
+      shard_rows: the number of rows of each shard except the last.
+    """
+
+    data: str
+    rows: int
+    length: int
+    k: int
+    vocab_size: int
+    tokens: int
+    temperature: float
+    dtype: str
+    teacher: str
+    shard_rows: int = 0
+
+    @property
+    def whole(self) -> bool:
+        """Whether all logits are saved."""
+        return self.k == self.vocab_size
+
+    @property
+    def record(self) -> np.dtype:
+        """The dtype of a row's record, with the batch fields."""
+        fields = saved_fields(self.k, self.vocab_size, self.dtype)
+        return np.dtype(
+            [
+                (name, _DTYPES.get(field.dtype, field.dtype), (self.length, *field.shape[2:]))
+                for name, field in fields.items()
+            ]
+        )
+
+    def bounds(self) -> dict[str, range]:
+        """Returns the rows of each shard, by file name."""
+        firsts = range(0, self.rows, self.shard_rows)
+        return {f"shard-{i:06}": range(a, min(a + self.shard_rows, self.rows)) for i, a in enumerate(firsts)}
+
+
+def rows_of(dataset: Dataset, key: str) -> tuple[RowSource, int]:
+    """Returns the training rows of `dataset`, and their number. Raises UserError if they have no fixed order."""
+    if dataset.source is None or dataset.source.size is None:
+        raise UserError(
+            f"{key}: logits belong to the rows of one prepared data set; mixtures, streamed and synthetic rows have no "
+            "stored order"
+        )
+    return dataset.source, dataset.source.size
+
+
+def hash_of_rows(dataset: Dataset) -> str:
+    """Returns a hash that is equal for equal training rows, also in another order of training."""
+    return fingerprint({name: value for name, value in dataset.identity.items() if name != "order"})
+
+
+class SavedLogits:
+    """The complete folder of a teacher's logits. Each shard is verified when it is first read."""
+
+    def __init__(self, path: str):
+        """Raises UserError if the folder is not complete, or a shard has another size."""
+        self.folder = local_path(path, f"{PATH}=")
+        self.facts, self._sums = _read(self.folder)
+        bounds, self._open = self.facts.bounds(), dict[str, np.ndarray]()
+        self._names = [*bounds]
+        if missing := [name for name in bounds if name not in self._sums]:
+            raise UserError(
+                f"{PATH}={path}: {len(missing)} of {len(bounds)} shards are not saved yet; run the command with "
+                "save_teacher_logits again"
+            )
+        for name, rows in bounds.items():
+            file, size = self.folder / name, len(rows) * self.facts.record.itemsize
+            if not file.is_file() or file.stat().st_size != size:
+                raise _damaged(file, f"does not have {size} bytes")
+
+    @property
+    def identity(self) -> str:
+        """A hash that is equal for equal logits, also in another folder."""
+        return fingerprint(dataclasses.asdict(self.facts) | {"shards": self._sums})
+
+    def rows(self, indices: np.ndarray) -> Batch:
+        """Returns the batch fields of the rows at `indices` [n]. Raises UserError if a shard is damaged."""
+        shards, within = np.divmod(indices, self.facts.shard_rows)
+        records = np.empty(len(indices), self.facts.record)
+        for shard in np.unique(shards):
+            here = shards == shard
+            records[here] = self._shard(self._names[shard])[within[here]]
+        return {name: np.ascontiguousarray(records[name]) for name in self.facts.record.names or ()}
+
+    def _shard(self, name: str) -> np.ndarray:
+        if name not in self._open:
+            file = self.folder / name
+            try:
+                with file.open("rb") as opened:
+                    found = hashlib.file_digest(opened, "sha256").hexdigest()
+            except OSError as error:
+                raise _damaged(file, f"cannot be read ({error.strerror or error})") from error
+            if found != self._sums[name]:
+                raise _damaged(file, "has changed since it was written")
+            self._open[name] = np.memmap(file, self.facts.record, mode="r")
+        return self._open[name]
+
+
+class _WithLogits:
+    """Rows with the saved logits of a teacher."""
+
+    def __init__(self, source: RowSource, saved: SavedLogits):
+        self.size, self.length, self._source, self._saved = source.size, source.length, source, saved
+
+    def rows(self, indices: np.ndarray) -> Batch:
+        """Returns the rows at `indices` [n], a batch without `row`."""
+        return {**self._source.rows(indices), **self._saved.rows(indices)}
+
+
+def with_logits(dataset: Dataset, path: str) -> Dataset:
+    """Returns `dataset`, with the logits in the folder `path` in its training batches.
+
+    Raises:
+      UserError: the folder belongs to other rows.
+    """
+    (source, size), saved = rows_of(dataset, PATH), SavedLogits(path)
+    here = {"data": hash_of_rows(dataset), "rows": size, "length": source.length}
+    there = dataclasses.asdict(saved.facts)
+    if changed := [f"{name} {there[name]} there, {now} here" for name, now in here.items() if there[name] != now]:
+        raise UserError(
+            f"{PATH}={path}: the logits belong to other rows ({', '.join(changed)}); give the data, the tokenizer and "
+            "the packing of the command that saved them"
+        )
+    identity = dataset.identity | {"logits": saved.identity}
+    return dataclasses.replace(dataset, source=_WithLogits(source, saved), identity=identity)
+
+
+@contextlib.contextmanager
+def writer(path: str, facts: Facts, teacher_path: str) -> Iterator[tuple[dict[str, range], Callable[..., None]]]:
+    """Makes the folder `path`, or continues an interrupted one. Yields the rows of each shard that it lacks, and
+    `write(name, batches)`, which writes such a shard from dicts of arrays [n, ...] in order.
+
+    Raises:
+      UserError: the folder has other logits or other files, another process writes to it, or it cannot be written.
+    """
+    folder = local_path(path, "save_teacher_logits=")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if (held := lock(folder)) is None:
+            raise UserError(f"save_teacher_logits={path}: another process is writing there")
+        with held:
+            facts, sums = _begun(folder, facts)
+            bounds = facts.bounds()
+
+            def save() -> None:
+                found = {"format": FORMAT, **dataclasses.asdict(facts), "teacher_path": teacher_path, "shards": sums}
+                replace_file(folder / MANIFEST, json.dumps(found, indent=1) + "\n")
+
+            def write(name: str, batches: Iterator[Mapping[str, np.ndarray]]) -> None:
+                digest = hashlib.sha256()
+                with new_file(folder / name) as partial, partial.open("xb") as file:
+                    for batch in batches:
+                        records = np.empty(len(batch[LOGITS]), facts.record)
+                        for field in facts.record.names or ():
+                            records[field] = batch[field]
+                        content = records.view(np.uint8).data
+                        digest.update(content)
+                        file.write(content)
+                sums[name] = digest.hexdigest()
+                save()
+
+            save()
+            yield {name: rows for name, rows in bounds.items() if name not in sums}, write
+    except OSError as error:
+        raise UserError(
+            f"save_teacher_logits={path}: cannot be written: {error.strerror or error}; complete shards are kept, and "
+            "the same command continues"
+        ) from error
+
+
+def _begun(folder: Path, facts: Facts) -> tuple[Facts, dict[str, str]]:
+    """Returns `facts` and the SHA-256 of the shards that an earlier command completed. Removes its other files."""
+    if not os.path.lexists(folder / MANIFEST):
+        if any(path.name != LOCK_FILE for path in folder.iterdir()):
+            raise UserError(f"save_teacher_logits={folder}: has other files; choose a new folder")
+        return facts, {}
+    before, sums = _read(folder)
+    facts = dataclasses.replace(facts, shard_rows=before.shard_rows)
+    then, now = dataclasses.asdict(before), dataclasses.asdict(facts)
+    if changed := [f"{name} {then[name]} -> {now[name]}" for name in now if then[name] != now[name]]:
+        raise UserError(
+            f"save_teacher_logits={folder}: has logits of another command (old -> new): {', '.join(changed)}; choose "
+            "a new folder"
+        )
+    for leftover in folder.glob("shard-*.incomplete-*"):
+        leftover.unlink()
+    size, bounds = facts.record.itemsize, facts.bounds()
+    files = {path.name: path.stat().st_size for path in folder.iterdir()}
+    return facts, {name: total for name, total in sums.items() if files.get(name) == len(bounds[name]) * size}
+
+
+def _read(folder: Path) -> tuple[Facts, dict[str, str]]:
+    """Returns the content of the manifest: the facts, and the SHA-256 of each complete shard."""
+    found = read_object(folder / MANIFEST)
+    problems = [f"{name} is missing" for name in _FIELDS if name not in found] or field_problems(found, _FIELDS)
+    if not problems and (found["dtype"] not in _DTYPES or found["k"] > found["vocab_size"]):
+        problems = [f"dtype={found['dtype']}, k={found['k']}"]
+    if problems:
+        raise UserError(f"{folder / MANIFEST} is damaged: {'; '.join(problems)}; save the logits again")
+    facts = Facts(**{field.name: found[field.name] for field in dataclasses.fields(Facts)})
+    names = facts.bounds()
+    return facts, {name: str(total) for name, total in found["shards"].items() if name in names}
+
+
+def _damaged(file: Path, what: str) -> UserError:
+    return UserError(f"{PATH}: {file} {what}; delete it, and run the command with save_teacher_logits again")

@@ -1,0 +1,81 @@
+"""Distillation from saved logits: no teacher runs, and its logits are fields of the batch (`data.teacher_logits`).
+
+Shapes: b rows, t tokens of a row, v tokens of the student's vocabulary, k saved tokens.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from trainer.objectives.base import Batch, Evaluation, Field
+from trainer.objectives.distillation import Compared, Distillation, of_tokens
+from trainer.objectives.forward import Comparison
+from trainer.objectives.next_token import NextToken
+from trainer.ops.divergence import first_tokens, with_others
+
+# The batch fields: the logits [b, t, k] of the tokens TOKENS [b, t, k]; and OTHERS [b, t], the logit of the event that
+# any other token follows, at the temperature of the run. If all logits are saved, they are in vocabulary order, and
+# there are no other fields.
+LOGITS, TOKENS, OTHERS = "teacher_logits", "teacher_tokens", "teacher_others"
+
+
+def saved_fields(k: int, vocab_size: int, dtype: str) -> dict[str, Field]:
+    """Returns the batch fields of k saved logits of each position, stored in `dtype`, of a teacher with `vocab_size`
+    tokens."""
+    saved = {LOGITS: Field(("rows", "length", k), dtype)}
+    if k < vocab_size:
+        ids = "uint16" if vocab_size <= 1 << 16 else "int32"
+        saved |= {TOKENS: Field(("rows", "length", k), ids), OTHERS: Field(dtype="float32")}
+    return saved
+
+
+class SavedTeacher(NamedTuple):
+    """A teacher of which only logits exist, in the fields `saved`. `tokens`, `vocab_size`: see `Teacher`."""
+
+    tokens: int
+    vocab_size: int
+    saved: Mapping[str, Field]
+    frozen: None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedDistillation(Distillation):
+    """`Distillation` from saved logits. If all logits are saved, the terms are the same.
+
+    With fewer logits, D compares distributions over k + 1 events: each saved token, and any other token.
+    teacher_lm_loss is then not measured. Evaluation, for which no logits are saved, reports the next-token loss alone.
+    """
+
+    teacher: SavedTeacher  # type: ignore[assignment]
+
+    reads: ClassVar[tuple[str, ...]] = NextToken.reads
+
+    @property
+    def fields(self) -> Mapping[str, Field]:  # type: ignore[override]
+        return {**NextToken.fields, **self.teacher.saved}
+
+    @property
+    def unevaluated(self) -> Mapping[str, Field]:
+        """See `Objective`."""
+        return self.teacher.saved
+
+    def evaluation(self, params: Any, rest: Any, batch: Batch, **others: Any) -> Evaluation:
+        return NextToken(self.apply, tiling=self.tiling).evaluation(params, rest, batch)
+
+    def _comparison(self, frozen: Any, batch: Batch, temperature: Any) -> Comparison:
+        def compare(student: jax.Array, _: Any, tokens: Any) -> Compared:
+            saved, (target_bt, temperature_bt) = tokens
+            if OTHERS not in saved:
+                return self._compared(student, saved[LOGITS], target_bt, temperature_bt)
+            return Compared(jax.checkpoint(self._of_likely)(student, saved, temperature_bt[..., None]), None)
+
+        return Comparison(compare, ({name: batch[name] for name in self.teacher.saved}, of_tokens(batch, temperature)))
+
+    def _of_likely(self, student: jax.Array, saved: Mapping[str, jax.Array], temperature: jax.Array) -> jax.Array:
+        (tempered,) = first_tokens(self.teacher.tokens, student.astype(jnp.float32) / temperature)
+        ours = with_others(tempered, saved[TOKENS].astype(jnp.int32))
+        likely = saved[LOGITS].astype(jnp.float32) / temperature
+        return self.divergence(ours, jnp.concatenate([likely, saved[OTHERS][..., None]], axis=-1))
