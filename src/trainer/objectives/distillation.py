@@ -19,6 +19,7 @@ from trainer.ops.divergence import Divergence, first_tokens
 from trainer.ops.losses import cross_entropy
 
 PARAMS, REST = "params", "rest"  # the two parts of the teacher's arrays
+_TEMPERATURE = "temperature"
 KNOWN = "teacher_knows"  # the derived field: 1 if the teacher has all tokens of the segment up to this one
 
 
@@ -88,6 +89,7 @@ class Distillation(NextToken):
     vocab_size: int  # the number of the student's tokens
 
     reads: ClassVar[tuple[str, ...]] = NextToken.reads
+    compared: ClassVar[tuple[str, ...]] = ("targets",)  # fields of a batch that the comparison reads
 
     @property
     def frozen(self) -> Frozen:
@@ -122,7 +124,7 @@ class Distillation(NextToken):
             params, rest, hidden_bte, batch["targets"], other=self._comparison(frozen, batch, temperature)
         )
         bears_loss, compared = self._bears_loss(batch), logs.compared
-        known = bears_loss & (batch[KNOWN] != 0) if self.derived else bears_loss
+        known = self._known(batch)
         sums = {name: jnp.sum(jnp.where(bears_loss, term, 0)) for name, term in terms.items()}
         divergence = jnp.sum(jnp.where(known, compared.divergence, 0))
         with_target = bears_loss & (batch["targets"] < self.teacher.vocab_size)
@@ -145,19 +147,30 @@ class Distillation(NextToken):
         readable = jnp.minimum(batch["inputs"], teacher.vocab_size - 1) if self.derived else batch["inputs"]
         hidden_bte, _ = hidden_states(teacher.apply, *own, {**batch, "inputs": readable}, None, ())
 
-        def compare(student: jax.Array, logits: jax.Array, tokens: tuple[jax.Array, jax.Array]) -> _Compared:
-            target_bt, temperature_bt = tokens
+        def compare(student: jax.Array, logits: jax.Array, tokens: Batch) -> _Compared:
             # Only the logits are kept for the backward pass.
-            divergence = jax.checkpoint(self._divergence)(student, logits, temperature_bt[..., None])
-            return _Compared(divergence, cross_entropy(logits, target_bt)[0])
+            divergence = jax.checkpoint(self._divergence)(student, logits, tokens)
+            return _Compared(divergence, cross_entropy(logits, tokens["targets"])[0])
 
         # An array, because the temperature may be a traced value, which the tiles' backward pass cannot close over.
-        tokens = batch["targets"], jnp.broadcast_to(jnp.float32(temperature), batch["targets"].shape)
+        tokens = {name: batch[name] for name in self.compared}
+        tokens[_TEMPERATURE] = jnp.broadcast_to(jnp.float32(temperature), batch["targets"].shape)
         return Comparison(compare, tokens, teacher.apply, *own, hidden_bte, teacher.tiling)
 
-    def _divergence(self, student: jax.Array, teacher: jax.Array, temperature: jax.Array) -> jax.Array:
-        tempered = (logits.astype(jnp.float32) / temperature for logits in (student, teacher))
-        return self.divergence(*first_tokens(self.teacher.tokens, *tempered))
+    def _divergence(self, student: jax.Array, teacher: jax.Array, tokens: Batch) -> jax.Array:
+        """Returns the divergence at each token. `tokens`: `compared` fields, and the temperature."""
+        tempered = (logits.astype(jnp.float32) / tokens[_TEMPERATURE][..., None] for logits in (student, teacher))
+        student, teacher = first_tokens(self.teacher.tokens, *tempered)
+        return self._of_logits(student, teacher, tokens)
+
+    def _of_logits(self, student: jax.Array, teacher: jax.Array, tokens: Batch) -> jax.Array:
+        del tokens
+        return self.divergence(student, teacher)
+
+    def _known(self, batch: Batch) -> jax.Array:
+        """Returns whether a token bears loss and has a divergence, bool [b, t]."""
+        bears_loss = self._bears_loss(batch)
+        return bears_loss & (batch[KNOWN] != 0) if self.derived else bears_loss
 
     def _bears_loss(self, batch: Batch) -> jax.Array:
         return batch["targets_segmentation"] != 0

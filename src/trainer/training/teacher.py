@@ -9,6 +9,7 @@ import jax
 from trainer.backends.registry import make_model
 from trainer.config.capabilities.data_keys import without_rows
 from trainer.config.capabilities.distillation_keys import SHARED
+from trainer.config.capabilities.documents import OF_ROWS
 from trainer.config.capabilities.token_keys import token_files
 from trainer.config.dump import as_words
 from trainer.config.errors import UserError
@@ -86,7 +87,9 @@ def teacher_config(config: Config, devices: Sequence[jax.Device]) -> tuple[Confi
             loaded = load(["base.yml", "dataset_type=synthetic", *words], defaults=without_rows(words))
         else:
             raise UserError(f"there is no teacher; give its folder, or to compile without one: {_PRESET}")
-        return resolve({**loaded.config, _RULES: config[_RULES]}, **hardware(devices)), averaged
+        # Kernels rely on the number of documents in a row.
+        of_student = {name: config[name] for name in (_RULES, *OF_ROWS)}
+        return resolve({**loaded.config, **of_student}, **hardware(devices)), averaged
     except UserError as error:
         raise UserError(f"{_PLACE}={path}: {error}") from error
 

@@ -84,6 +84,7 @@ CASES = {
     "latents have no heads": MLA,
     "prompt is empty": {"prompt": ""},
     "dataset_type=synthetic has no tokenizer": SYNTHETIC,
+    "use_grpo=false and distill_rollouts=false": RL,
     "use_grpo=false": RL,
     "use_grpo=false and eval_tasks is empty": RL,
     "rollouts are packed": RL,

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from trainer.config.capabilities.chat_keys import DISTILL
 from trainer.config.capabilities.context_keys import KEYS as CONTEXT_KEYS
 from trainer.config.capabilities.pipeline_keys import stages
+from trainer.config.capabilities.rl_keys import SAMPLED
 from trainer.config.derived import DCN, ICI
 from trainer.config.flags import FLAGS
 from trainer.config.key_rows import Check, Inert, Place, Resume, Row, only_if, refused
@@ -63,7 +64,8 @@ def not_distilled(config: Config) -> list[str]:
 
 _KEYS: Sequence[str] = (
     *("teacher_path", "teacher_overrides", "teacher_memory_host_offload", "distill_loss", "distill_vocab_size"),
-    *("distill_jensen_shannon_weight", *(f"{key}{part}" for key in _SCHEDULES for part in ("", "_end", "_schedule"))),
+    *("distill_rollouts", "distill_jensen_shannon_weight"),
+    *(f"{key}{part}" for key in _SCHEDULES for part in ("", "_end", "_schedule")),
 )
 ROWS = (
     Row(("teacher_path",), path=Place.ANY),
@@ -87,8 +89,36 @@ _WITH_TEACHER: tuple[Check, ...] = (
     ),
     (("teacher_overrides",), _overrides),
     *map(_end, _SCHEDULES),
+    refused(
+        ("distill_loss", "distill_rollouts"),
+        lambda c: c.distill_loss == SAMPLED and not c.distill_rollouts,
+        "it is estimated from tokens that the student samples; set distill_rollouts=true, or take reverse_kl",
+    ),
 )
-CHECKS: tuple[Check, ...] = (*only_if(lambda c: c.use_distill, _WITH_TEACHER, shown=("use_distill",)),)
+_ON_ROLLOUTS: tuple[Check, ...] = (
+    refused(
+        ("use_sft",),
+        lambda c: c.use_sft,
+        "rollouts begin with prompts; leave it out, and set use_chat_template=true for a chat",
+    ),
+    refused(
+        ("distill_alpha", "distill_alpha_schedule"),
+        lambda c: (c.distill_alpha, c.distill_alpha_schedule) != (1, "constant"),
+        "the student's own texts have no labels; set distill_alpha=1 distill_alpha_schedule=constant",
+    ),
+    refused(
+        ("distill_loss", "distill_temperature", "distill_temperature_schedule", "decode_sampling_temperature"),
+        lambda c: (
+            c.distill_loss == SAMPLED
+            and (c.distill_temperature, c.distill_temperature_schedule) != (c.decode_sampling_temperature, "constant")
+        ),
+        "tokens are sampled at decode_sampling_temperature; set distill_temperature, constant, to the same",
+    ),
+)
+CHECKS: tuple[Check, ...] = (
+    *only_if(lambda c: c.use_distill, _WITH_TEACHER, shown=("use_distill",)),
+    *only_if(lambda c: c.use_distill and c.distill_rollouts, _ON_ROLLOUTS, shown=("distill_rollouts",)),
+)
 INERT = (
     Inert(_KEYS, lambda c: not c.use_distill, "use_distill=false"),
     Inert(

@@ -9,9 +9,9 @@ from support import arguments
 
 from trainer.config.load import load
 from trainer.inference import of_run
-from trainer.rl import rollouts
+from trainer.rl import rounds
 from trainer.rl.prompts import INDEX
-from trainer.rl.rollouts import Rollouts, engine_of
+from trainer.rl.rounds import Rounds, engine_of
 
 KEYS = {"use_grpo": True, "reward_functions": "[m:f]", "decode_sampling_temperature": 1, "rl_num_iterations": 2}
 
@@ -21,7 +21,7 @@ def test_every_prompt_of_every_round_has_its_own_seed():
     config, asked = load(arguments("nnx", **KEYS, steps=6, checkpoint_period=2)).config, {}
 
     def seeds(done, seed=config.decode_sampling_seed):
-        made = object.__new__(Rollouts)
+        made = object.__new__(Rounds)
         made._run = SimpleNamespace(config=type(config)({**config, "decode_sampling_seed": seed}))
         made._dataset = SimpleNamespace(train=SimpleNamespace(prompts=["a", "b", "c"]))
         made._stream = iter([({INDEX: np.arange(3)}, {})])
@@ -39,8 +39,8 @@ def test_every_prompt_of_every_round_has_its_own_seed():
 @pytest.mark.parametrize(("steps", "count"), [(-1, 40), (2, 24), (9, 40)])
 def test_an_evaluation_has_the_rows_of_its_steps(steps, count, monkeypatch):
     """A step has 3 parts of 4 rows."""
-    monkeypatch.setattr(rollouts, "eval_parts", lambda config: 3)
-    made, asked = object.__new__(Rollouts), []
+    monkeypatch.setattr(rounds, "eval_parts", lambda config: 3)
+    made, asked = object.__new__(Rounds), []
     made._run = SimpleNamespace(config=SimpleNamespace(eval_steps=steps), eval_rows=4)
     made._dataset = SimpleNamespace(held_out=SimpleNamespace(prompts=[*range(40)]))
     made._averages, made._current = None, lambda state: state
