@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 from run_cases import RUN, assert_equal, command, killed_at
@@ -103,6 +102,16 @@ def test_a_run_that_resumes_repeats_its_rounds(finished, tmp_path):
     assert_equal(RUN, whole, 12)
 
 
+def test_a_mixture_has_labels_only_in_rounds_of_the_data():
+    keys = {"distill_rollouts_share": 0.5, "distill_alpha": 0.75, "distill_loss": "forward_kl", "eval_interval": -1}
+    steps, *_ = learned(steps=4, checkpoint_period=4, **keys)
+    assert [row["own_texts"] for row in steps] == [0, 1, 0, 1]
+    for row in steps:
+        assert row["label_loss"] == pytest.approx(0 if row["own_texts"] else 0.25 * row["lm_loss"])
+        assert row["distill_loss"] == pytest.approx(0.75 * row["divergence"])
+    assert [path.name for path in sorted((RUN / "rollouts").iterdir())] == ["000001.jsonl", "000003.jsonl"]
+
+
 @pytest.mark.rest(covered_by="unit/objectives/test_on_policy.py; rounds in integration/test_grpo.py")
 def test_adapters_learn_on_a_mesh_from_several_updates_of_a_round():
     student = TEACHER | pinned("nnx") | {"run_name": "student", "init_weights_seed": 1, "steps": 1}
@@ -129,7 +138,8 @@ def test_what_is_refused_before_jax(monkeypatch):
         ("mtp_num_layers=1", "would not be trained"),
         ("drop_duplicates=true", "prompts are not searched for duplicates"),
         ("dataset_type=synthetic", "has no prompts"),
-        ("use_grpo=true", "reinforcement learning is another command"),
+        ("distill_rollouts_share=0.5", "the student does not sample the tokens of the data"),
+        ("use_grpo=true", "trains on documents, or on conversations with use_sft=true"),
         ("teacher_path=", "give the teacher's folder"),
     ):
         assert said in refused(words)

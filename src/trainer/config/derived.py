@@ -92,6 +92,11 @@ def has_rollouts(config: Config) -> bool:
     return bool(config.use_grpo or (config.use_distill and config.distill_rollouts))
 
 
+def rollouts_share(config: Config) -> float:
+    """Returns the share of rounds in which the model writes the texts; the data have the texts of the others."""
+    return config.distill_rollouts_share if config.use_distill else 1.0
+
+
 def completions_per_prompt(config: Config) -> int:
     """Returns the number of completions of each prompt of a round."""
     return config.rl_num_generations if config.use_grpo else 1

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
@@ -10,8 +11,9 @@ import jax
 import numpy as np
 
 from trainer.config.capabilities.invariant_keys import TILE
-from trainer.config.derived import completions_per_prompt, eval_parts
+from trainer.config.derived import completions_per_prompt, eval_parts, rollouts_share
 from trainer.config.errors import UserError
+from trainer.config.keys import Config
 from trainer.config.words import counted
 from trainer.data.batches import Batch
 from trainer.data.streams import Position
@@ -22,6 +24,7 @@ from trainer.inference.scheduler import LENGTH, Scheduler
 from trainer.inference.text import TextStream
 from trainer.models.families import stacks
 from trainer.models.stages import division, to_layers
+from trainer.objectives.on_policy import LABELLED
 from trainer.observe.rollouts import RolloutFiles
 from trainer.observe.rundir import RunDir
 from trainer.rl.groups import Rollout, packed, places
@@ -55,6 +58,10 @@ class Judged(NamedTuple):
     fields: Mapping[str, Sequence[float]]
     metrics: Mapping[str, float]
     rows: Sequence[Mapping[str, Any]]
+
+
+def _labelled(labels: int, count: int) -> Judged:
+    return Judged({LABELLED: [labels] * count}, {"own_texts": 1 - labels}, [{}] * count)
 
 
 class Rounds:
@@ -108,7 +115,7 @@ class Rounds:
     def judged(self, prompts: Sequence[Prompt], texts: Sequence[str], group: int, name: str) -> Judged:
         """Returns what is found out about the completions `texts` of `prompts`, `group` in succession of each prompt.
         `texts` is empty in processes other than the first. `name`: of the round, for messages."""
-        return Judged({}, {}, [{}] * len(prompts))
+        return _labelled(0, len(prompts))
 
     def take(self, state: Callable[[], Any], interrupted: Callable[[], bool]) -> tuple[Batch, Position] | None:
         """See `BatchSource.take`."""
@@ -147,6 +154,9 @@ class Rounds:
         config, started, number = self._run.config, time.perf_counter(), self._done // self.updates
         chosen, position = next(self._stream)
         prompts = [self._dataset.train.prompts[i] for i in chosen[INDEX]]
+        if not of_rollouts(rollouts_share(config), number):
+            taken = [of_data(config, prompt) for prompt in prompts]
+            return self._packed(taken, _labelled(1, len(taken)), started, position)
         seeds, group = _seeds(config.decode_sampling_seed, number, len(prompts)), completions_per_prompt(config)
         name = f"round {number + 1:,}"
         rollouts = self._complete(self._current(state), prompts, sampling_of(config), seeds, group, name)
@@ -156,6 +166,10 @@ class Rounds:
         texts = self._texts(rollouts)
         judged = self.judged(of_each, texts, group, name)
         self._write(of_each, rollouts, texts, judged)
+        return self._packed(rollouts, judged, started, position)
+
+    def _packed(self, rollouts: Sequence[Rollout], judged: Judged, started: float, position: Position) -> Round:
+        config = self._run.config
         self.metrics = {
             **judged.metrics,
             "truncated": float(np.mean([rollout.truncated for rollout in rollouts])),
@@ -267,6 +281,19 @@ def engine_of(run: Run, sequences: int) -> Engine:
     config, at_once = run.config, run.config.rollout_micro_batch_size
     slots = sequences if at_once < 0 else min(sequences, at_once)
     return engine_of_run(run, max(slots, completions_per_prompt(config)), return_log_prob=True)
+
+
+def of_rollouts(share: float, number: int) -> bool:
+    """Returns whether round `number` uses rollouts: of the first n rounds, floor(n x `share`) do."""
+    return math.floor((number + 1) * share) > math.floor(number * share)
+
+
+def of_data(config: Config, prompt: Prompt) -> Rollout:
+    """Returns a prompt with the completion of the data, cut off at the limit of completions."""
+    room = config.max_target_length - len(prompt.tokens) + 1
+    tokens = prompt.completion[: min(room, completion_limit(config) or room)]
+    unsampled = np.zeros(len(tokens), np.float32)
+    return Rollout(prompt.tokens, tokens, unsampled, truncated=len(tokens) < len(prompt.completion))
 
 
 def _seeds(seed: int, number: int, count: int) -> list[int]:

@@ -232,7 +232,10 @@ CASES = {
     },
     "use_distill distill_loss distill_rollouts": [{"use_distill": True} | SAMPLED],
     "distill_rollouts use_sft": [OWN_TEXTS | {"use_sft": True}],
-    "distill_rollouts distill_alpha distill_alpha_schedule": [OWN_TEXTS | {"distill_alpha": 0.5}],
+    "distill_rollouts distill_alpha distill_alpha_schedule distill_rollouts_share": [
+        OWN_TEXTS | {"distill_alpha": 0.5}
+    ],
+    "distill_rollouts distill_loss distill_rollouts_share": [OWN_TEXTS | SAMPLED | {"distill_rollouts_share": 0.5}],
     "distill_rollouts distill_loss distill_temperature distill_temperature_schedule decode_sampling_temperature": [
         OWN_TEXTS | SAMPLED | {"distill_temperature": 2.0}
     ],

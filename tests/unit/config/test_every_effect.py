@@ -86,6 +86,7 @@ CASES = {
     "dataset_type=synthetic has no tokenizer": SYNTHETIC,
     "use_grpo=false and distill_rollouts=false": RL,
     "use_grpo=false": RL,
+    "distill_rollouts=false": {"distill_rollouts": True},
     "use_grpo=false and eval_tasks is empty": RL,
     "rollouts are packed": RL,
     "num_batches x rl_num_iterations updates are made": RL | {"num_batches": 2},

@@ -9,7 +9,7 @@ import pytest
 
 from trainer.objectives.base import Frozen
 from trainer.objectives.distillation import PARAMS, REST, Distillation, Schedule, Teacher
-from trainer.objectives.on_policy import OLD, OnPolicy
+from trainer.objectives.on_policy import LABELLED, OLD, OnPolicy
 from trainer.ops.divergence import reverse_kl
 
 TOKENS, T = 5, 1.7  # tokens of the teacher, and the temperature
@@ -31,7 +31,7 @@ def loss_of(kind, vocab, **own):
     def loss(logits, teacher_logits, target, old):
         ones = np.ones((1, 1), np.int32)
         batch = {"inputs": ones, "targets": ones * target, "inputs_segmentation": ones, "targets_segmentation": ones}
-        batch |= {"inputs_position": 0 * ones, "row": ones[0], OLD: jnp.float32(ones * old)}
+        batch |= {"inputs_position": 0 * ones, "row": ones[0], OLD: jnp.float32(ones * old), LABELLED: 0 * ones}
         frozen = {PARAMS: teacher_logits, REST: {}}
         sums = objective.sums(logits, {}, objective.prepare(batch), None, frozen=frozen)
         return sums.minimized["distill_loss"], sums.measured["divergence"]

@@ -10,8 +10,8 @@ from support import arguments
 from trainer.config.load import load
 from trainer.inference import of_run
 from trainer.rl import rounds
-from trainer.rl.prompts import INDEX
-from trainer.rl.rounds import Rounds, engine_of
+from trainer.rl.prompts import INDEX, Prompt
+from trainer.rl.rounds import Rounds, engine_of, of_data, of_rollouts
 
 KEYS = {"use_grpo": True, "reward_functions": "[m:f]", "decode_sampling_temperature": 1, "rl_num_iterations": 2}
 
@@ -64,3 +64,20 @@ def test_the_completions_of_a_prompt_have_slots_at_once(at_once, slots, monkeypa
         monkeypatch.setattr(of_run, name, made)
     run = SimpleNamespace(config=load(arguments("nnx", **keys)).config, mesh=mesh, rules={})
     assert engine_of(run, 24) == slots
+
+
+@pytest.mark.parametrize(("share", "rounds"), [(1, "RRRR"), (0.5, ".R.R"), (0.25, "...R"), (0.75, ".RRR")])
+def test_the_share_of_rounds_with_rollouts(share, rounds):
+    assert "".join(".R"[of_rollouts(share, number)] for number in range(4)) == rounds
+
+
+@pytest.mark.parametrize(("longest", "kept"), [(-1, 6), (12, 4), (5, 6)])
+def test_a_completion_of_the_data_has_the_room_of_a_rollout(longest, kept):
+    """In rows of 16 tokens, after a prompt of 5."""
+    config = load(arguments("nnx", max_target_length=16, max_prefill_predict_length=longest)).config
+    prompt = Prompt("", "", {}, np.arange(5), np.arange(6))
+    found = of_data(config, prompt)
+    assert found.completion.tolist() == list(range(kept))
+    assert found.truncated == (kept < 6)
+    full = of_data(config, prompt._replace(tokens=np.arange(15)))
+    assert full.pairs <= 16

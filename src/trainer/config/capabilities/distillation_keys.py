@@ -64,7 +64,7 @@ def not_distilled(config: Config) -> list[str]:
 
 _KEYS: Sequence[str] = (
     *("teacher_path", "teacher_overrides", "teacher_memory_host_offload", "distill_loss", "distill_vocab_size"),
-    *("distill_rollouts", "distill_jensen_shannon_weight"),
+    *("distill_rollouts", "distill_rollouts_share", "distill_jensen_shannon_weight"),
     *(f"{key}{part}" for key in _SCHEDULES for part in ("", "_end", "_schedule")),
 )
 ROWS = (
@@ -102,9 +102,14 @@ _ON_ROLLOUTS: tuple[Check, ...] = (
         "rollouts begin with prompts; leave it out, and set use_chat_template=true for a chat",
     ),
     refused(
-        ("distill_alpha", "distill_alpha_schedule"),
-        lambda c: (c.distill_alpha, c.distill_alpha_schedule) != (1, "constant"),
+        ("distill_alpha", "distill_alpha_schedule", "distill_rollouts_share"),
+        lambda c: c.distill_rollouts_share == 1 and (c.distill_alpha, c.distill_alpha_schedule) != (1, "constant"),
         "the student's own texts have no labels; set distill_alpha=1 distill_alpha_schedule=constant",
+    ),
+    refused(
+        ("distill_loss", "distill_rollouts_share"),
+        lambda c: c.distill_loss == SAMPLED and c.distill_rollouts_share < 1,
+        "the student does not sample the tokens of the data; take reverse_kl, or set distill_rollouts_share=1",
     ),
     refused(
         ("distill_loss", "distill_temperature", "distill_temperature_schedule", "decode_sampling_temperature"),
@@ -120,6 +125,7 @@ CHECKS: tuple[Check, ...] = (
     *only_if(lambda c: c.use_distill and c.distill_rollouts, _ON_ROLLOUTS, shown=("distill_rollouts",)),
 )
 INERT = (
+    Inert(("distill_rollouts_share",), lambda c: not c.distill_rollouts, "distill_rollouts=false"),
     Inert(_KEYS, lambda c: not c.use_distill, "use_distill=false"),
     Inert(
         ("distill_jensen_shannon_weight",),
