@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from support import arguments
 
+from trainer.config.derived import policy_temperature
 from trainer.config.load import load
 from trainer.inference import of_run
 from trainer.rl import rounds
@@ -81,3 +82,10 @@ def test_a_completion_of_the_data_has_the_room_of_a_rollout(longest, kept):
     assert found.truncated == (kept < 6)
     full = of_data(config, prompt._replace(tokens=np.arange(15)))
     assert full.pairs <= 16
+
+
+def test_log_probabilities_are_those_of_the_distribution_from_which_rollouts_are_sampled():
+    own_texts = {"use_distill": True, "distill_rollouts": True, "distill_alpha": 1}
+    for keys, temperature in ((KEYS, 0.7), (own_texts, 0.7), (own_texts | {"distill_rollouts": False}, 1)):
+        config = load(arguments("nnx", **keys | {"decode_sampling_temperature": 0.7})).config
+        assert policy_temperature(config) == temperature
