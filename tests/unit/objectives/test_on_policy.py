@@ -33,8 +33,10 @@ def loss_of(kind, vocab, **own):
         batch = {"inputs": ones, "targets": ones * target, "inputs_segmentation": ones, "targets_segmentation": ones}
         batch |= {"inputs_position": 0 * ones, "row": ones[0], OLD: jnp.float32(ones * old), LABELLED: 0 * ones}
         frozen = {PARAMS: teacher_logits, REST: {}}
-        sums = objective.sums(logits, {}, objective.prepare(batch), None, frozen=frozen)
-        return sums.minimized["distill_loss"], sums.measured["divergence"]
+        batch = objective.prepare(batch)
+        sums = objective.sums(logits, {}, batch, None, frozen=frozen)
+        evaluated = objective.evaluation(logits, {}, batch, frozen=frozen)
+        return sums.minimized["distill_loss"], (sums.measured["divergence"], evaluated.loss.total)
 
     return loss
 
@@ -52,16 +54,19 @@ def test_the_sampled_form_estimates_reverse_kl_and_its_gradient(vocab):
     student, other, theirs = (np.float32(rng.normal(size=size)) for size in (vocab, vocab, TOKENS))
     gradients = [loss_of(OnPolicy, vocab, sampled=True), loss_of(Distillation, vocab)]
     sampled, exact = (jax.jit(jax.value_and_grad(loss, has_aux=True)) for loss in gradients)
-    (expected, divergence), gradient = exact(student, theirs, 0, 0.0)
+    (expected, (divergence, _)), gradient = exact(student, theirs, 0, 0.0)
     ours, teacher = log_softmax(student[:TOKENS]), log_softmax(theirs)
     np.testing.assert_allclose(divergence, np.sum(np.exp(ours) * (ours - teacher)), rtol=1e-5)
     assert np.abs(gradient).max() > 0.01
     for old in map(log_softmax, (student, other)):
         found = [sampled(student, theirs, y, old[y]) for y in range(vocab)]
-        for y, ((loss, measured), _) in enumerate(found):
+        for y, ((loss, (measured, evaluated)), slope) in enumerate(found):
             by_hand = -np.exp(ours[y] - old[y]) * (teacher[y] - ours[y]) if y < TOKENS else 0
             np.testing.assert_allclose(measured, by_hand, rtol=1e-4)
             np.testing.assert_allclose(loss, T**2 * measured, rtol=1e-6)
+            of_log_prob = (np.arange(TOKENS) == y) - np.exp(ours)
+            np.testing.assert_allclose(slope[:TOKENS], T * by_hand * of_log_prob, rtol=1e-3, atol=1e-6)
+            np.testing.assert_allclose(evaluated, divergence, rtol=1e-6)
         mean = sum(np.exp(old[y]) * np.float64(loss) for y, ((loss, _), _) in enumerate(found))
         slope = sum(np.exp(old[y]) * np.float64(grad) for y, (_, grad) in enumerate(found))
         np.testing.assert_allclose(mean, expected, rtol=1e-5)
