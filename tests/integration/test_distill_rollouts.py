@@ -15,12 +15,11 @@ TEACHER = TINY | {"run_name": "teacher", "enable_checkpointing": True, "vocab_si
 TEACHER |= {"dataset_type": "grain", "grain_file_type": "jsonl", "grain_train_files": "prompts.jsonl"}
 TEACHER |= {"tokenizer_type": "bytes", "train_data_columns": "[prompt,answer]", "enable_tensorboard": False}
 TEACHER |= {"steps": 8, "learning_rate": 3e-2}
-ROUNDS = TEACHER | {
+ROUNDS = {key: value for key, value in TEACHER.items() if key != "train_data_columns"} | {
     "run_name": "run-0001",
     "teacher_path": "runs/teacher",
     "distill_rollouts": True,
     "distill_vocab_size": 257,
-    "eval_data_columns": "[prompt,answer]",
     "held_out_share": 0.3,
     "batch_size": 8,
     "gradient_accumulation_steps": 2,
@@ -85,6 +84,10 @@ def test_the_divergence_falls(finished):
     assert 0 < evaluations[1]["eval_loss"] < evaluations[0]["eval_loss"]
     assert all(row["eval_loss"] == row["eval_divergence"] and "eval_perplexity" not in row for row in evaluations)
     assert "data         jsonl files prompts.jsonl: " in said
+    assert "train_data_columns=[prompt,answer] (not given)" in said
+    report = (run / "report.html").read_text()
+    assert "<h2>Answers" in report
+    assert "advantage" not in report
     rounds = [read_rows(path) for path in sorted((run / "rollouts").iterdir())]
     assert [len(round_) for round_ in rounds] == [8] * 12
     for step, round_ in zip(steps, rounds, strict=True):
