@@ -1,21 +1,25 @@
 """`python -m trainer.distill [base.yml] teacher_path=FOLDER key=value ... [--show N]`: trains a student on a teacher.
 
 With save_teacher_logits=FOLDER it saves the teacher's logits instead, and teacher_logits_path=FOLDER trains from them.
-It is `trainer.train`, or with use_sft=true `trainer.sft`, with a second model in the objective. Checkpoints, meshes,
-combinations and reports are the same.
+With distill_rollouts=true the student writes the texts, as in `trainer.grpo`. Otherwise it is `trainer.train`, or with
+use_sft=true `trainer.sft`, with a second model in the objective. Checkpoints, meshes, combinations and reports are the
+same.
 """
 
 import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from trainer import sft
 from trainer.config.capabilities.chat_keys import SFT_DEFAULTS, not_conversations, other_command
 from trainer.config.capabilities.distillation_keys import not_distilled
+from trainer.config.capabilities.rl_keys import RL_DEFAULTS, not_prompts
 from trainer.config.errors import UserError, command_line, exit_on_user_error, report
 from trainer.config.keys import Config
 from trainer.config.load import Loaded, unchecked
+from trainer.grpo import GRPO
 from trainer.train import DRY_RUN, TRAIN, run_command
 
 _DEFAULTS = {"use_distill": True}
@@ -27,8 +31,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     words = command_line(argv)
     keys = [word for word in words if not word.startswith("--")]
     config = unchecked(keys, os.environ)
-    shows = any(word.partition("=")[0] == sft.SHOW for word in words)
-    kind = CONVERSATIONS if shows or config.use_sft else DOCUMENTS
+    if any(word.partition("=")[0] == sft.SHOW for word in words) or config.use_sft:
+        kind = CONVERSATIONS
+    else:
+        kind = ROLLOUTS if config.distill_rollouts else DOCUMENTS
     if config.save_teacher_logits:
         if DRY_RUN in words:
             raise UserError(f"{DRY_RUN} is for training; leave it out, or save_teacher_logits")
@@ -54,6 +60,10 @@ def _check_conversations(config: Config) -> None:
     _check(config, "use_sft", not_conversations(config))
 
 
+def _check_rollouts(config: Config) -> None:
+    _check(config, "", not_prompts(config))
+
+
 def _check(config: Config, own: str, mistakes: list[str]) -> None:
     other = other_command(config, own, distills=True)
     if mistakes := [*mistakes, *not_distilled(config), *filter(None, [other])]:
@@ -72,6 +82,14 @@ def _prepare_conversations(loaded: Loaded, say: Callable[[str], None]) -> Mappin
     return {**found, **_prepare_documents(loaded, say)}
 
 
+def _rounds(
+    run: Any, dataset: Any, begin: Any, run_dir: Any, say: Callable[[str], None]
+) -> AbstractContextManager[Any]:
+    from trainer.rl.rounds import Rounds
+
+    return Rounds(run, dataset, begin, run_dir, say)
+
+
 DOCUMENTS = dataclasses.replace(
     TRAIN, command="distill", check=_check_documents, defaults=_DEFAULTS, prepare=_prepare_documents
 )
@@ -81,6 +99,14 @@ CONVERSATIONS = dataclasses.replace(
     check=_check_conversations,
     defaults={**SFT_DEFAULTS, **_DEFAULTS},
     prepare=_prepare_conversations,
+)
+ROLLOUTS = dataclasses.replace(
+    GRPO,
+    command="distill",
+    check=_check_rollouts,
+    defaults={**RL_DEFAULTS, "use_grpo": False, **_DEFAULTS, "distill_alpha": 1.0},
+    prepare=_prepare_conversations,
+    source=_rounds,
 )
 
 if __name__ == "__main__":

@@ -35,12 +35,9 @@ def _dataset(config: Config, say: Callable[[str], None]) -> Any:
 def _source(
     run: Any, dataset: Any, begin: Any, run_dir: Any, say: Callable[[str], None]
 ) -> AbstractContextManager[Any]:
-    from trainer.observe.rollouts import RolloutFiles
     from trainer.rl.rollouts import Rollouts
-    from trainer.runtime.agreement import is_first
 
-    files = RolloutFiles(run_dir) if run_dir is not None and is_first() else None
-    return Rollouts(run, dataset, begin, files, say)
+    return Rollouts(run, dataset, begin, run_dir, say)
 
 
 def _sample(config: Config, tokenizer: Any, say: Callable[[str], None]) -> Any:

@@ -9,6 +9,7 @@ from trainer.config.capabilities.optimizers import has_first_moment
 from trainer.config.capabilities.pipeline_keys import stages
 from trainer.config.capabilities.remat_tensors import PROJECTIONS
 from trainer.config.capabilities.vocab_tiles import worthwhile_tiles
+from trainer.config.derived import has_rollouts
 from trainer.config.errors import UserError
 from trainer.config.keys import Config
 from trainer.config.topologies import GPUS, GPUS_OF_HOST
@@ -73,7 +74,7 @@ def affordable(config: Config, jaxpr: Any, platform: str, needed: int, available
     with a margin; None if no policy qualifies or the answer is unknown.
 
     The answer is unknown for policies that offload tensors or choose them one by one (custom), for tensors that only
-    `none` saves, for a pipeline that checkpoints each layer, and for `trainer.grpo`, whose rollouts need more memory.
+    `none` saves, for a pipeline that checkpoints each layer, and for rollouts, which need more memory.
 
     Args:
       config: resolved.
@@ -82,7 +83,7 @@ def affordable(config: Config, jaxpr: Any, platform: str, needed: int, available
       available: bytes of memory on a device; None if unknown.
     """
     checkpoints_layers = stages(config) > 1 and config.set_remat_policy_on_layers_per_stage
-    if available is None or config.remat_policy not in KEPT or config.use_grpo or checkpoints_layers:
+    if available is None or config.remat_policy not in KEPT or has_rollouts(config) or checkpoints_layers:
         return None
     own, sizes = family(config.decoder_block).projections, recomputed(jaxpr, platform)
     for policy, price in _RECOMPUTED.items():

@@ -290,9 +290,23 @@ class Prompts:
         if isinstance(value, str | bytes):
             record = Record(record.where, ([{"role": "user", "content": text_of(value, "prompt", record)[0]}],))
         (messages, _), _ = conversation(Record(record.where, record.values[:1]), ("prompt",), None)
-        (encoded,) = self._tokenizer.encode_rendered([self.template.render(messages, prompt=True)])
+        return self._encoded(self.template.render(messages, prompt=True)).ids.tolist()
+
+    def answer_tokens(self, record: Record) -> list[int]:
+        """Returns the tokens of the assistant's turn with the answer in the second column, and the token that ends it;
+        [] if the template changes the answer. The first column and errors are as in `tokens_of`."""
+        (messages, _), _ = conversation(Record(record.where, record.values[:2]), ("prompt", "completion"), None)
+        try:
+            found = turns(self.template, messages, None, pattern(self._tokenizer.markers), len(messages) - 1)
+        except TemplateFailed as error:
+            raise UserError(f"{record.where}: {error}") from error
+        encoded = self._encoded(found.rendered)
+        return encoded.ids[encoded.within(found.learnt)].tolist()
+
+    def _encoded(self, rendered: Rendered) -> Encoded:
+        (encoded,) = self._tokenizer.encode_rendered([rendered])
         _check_ids(encoded, self._tokenizer, self._vocab_size)
-        return encoded.ids.tolist()
+        return encoded
 
     def stop_tokens(self) -> list[int]:
         """Returns the token that ends the assistant's turn; [] if the template writes none."""
@@ -305,6 +319,15 @@ class Prompts:
         _, stop = found.learnt[-1] if found.learnt else (0, 0)
         last = [int(i) for i, end in zip(encoded.ids, encoded.stops, strict=True) if end <= stop][-1:]
         return [i for i in last if i in self._tokenizer.markers.values()]
+
+
+def answer_of(record: Record, column: str, tokenizer: Tokenizer, chat: Prompts | None) -> list[int]:
+    """Returns the tokens of the answer in the second column of a record, named `column`, and the token that ends it; []
+    if there is no answer. Errors are as in `prompt_of`."""
+    text = text_of(record.values[1], column, record)[0]
+    if chat is not None:
+        return chat.answer_tokens(record) if text else []
+    return [*tokenizer.encode(text), *([] if tokenizer.eos is None else [tokenizer.eos])]
 
 
 def prompt_of(record: Record, column: str, tokenizer: Tokenizer, chat: Prompts | None) -> tuple[Any, list[int]]:

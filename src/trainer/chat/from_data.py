@@ -8,7 +8,7 @@ from ml_collections import ConfigDict
 
 from trainer.config.capabilities.chat_keys import METHODS, TOOLS
 from trainer.config.capabilities.rl_keys import NOT_COLUMNS
-from trainer.config.derived import row_for
+from trainer.config.derived import has_rollouts, row_for
 from trainer.config.dump import as_words
 from trainer.config.errors import UserError
 from trainer.config.keys import Config
@@ -25,7 +25,8 @@ from trainer.data.tokenizer import Tokenizer
 LENGTH = "max_target_length"
 EXAMINED = 2000  # records
 LONGEST_ROW = 2048  # tokens of a conversation, or of a prompt and its completion; a pair has two sequences
-# For each command, the possible columns; the first that exist are used. trainer.grpo also uses all other columns.
+# For each command, the possible columns; the first that exist are used. Rollouts of every
+# command begin with prompts as in trainer.grpo, which also uses all other columns.
 COLUMNS = ("train_data_columns", "eval_data_columns")
 CONVENTIONS: Mapping[str, Sequence[tuple[str, ...]]] = {
     "use_sft": (("messages",), ("prompt", "completion")),
@@ -57,7 +58,7 @@ def taken(
       UserError: the model or the data cannot be read, columns must be given, or the length contradicts other keys.
     """
     config = loaded.config
-    by_function = config.formatting_func_path and not config.use_grpo
+    by_function = config.formatting_func_path and not has_rollouts(config)
     columns = [name for name in COLUMNS if loaded.unset(name)] if loaded.unset(COLUMNS[0]) and not by_function else []
     wanted = [*columns, *([LENGTH] if loaded.measures else [])]
     found: dict[str, Any] = {}
@@ -93,7 +94,7 @@ def _conventional(config: Config) -> list[str]:
         next(source.train[0].records(), None)
     except NoColumn as error:
         there = error.there
-    method = next(key for key in METHODS if config[key])
+    method = "use_grpo" if has_rollouts(config) else next(key for key in METHODS if config[key])
     for names in CONVENTIONS[method]:
         if not {*names} <= {*there} or (
             method == "use_grpo" and names == ("messages",) and not config.use_chat_template
@@ -127,7 +128,7 @@ def _measured(config: Config, positions: Callable[[Config], int | None]) -> tupl
         return 0, ""
     longest = max(lengths)
     why = f"the longest of {'' if whole else 'the first '}{counted(len(lengths), what)} has {longest:,} tokens"
-    if config.use_grpo:
+    if has_rollouts(config):
         longest = max(longest, config.max_prefill_predict_length) + COMPLETION
         why += f", and {COMPLETION} more are for a completion"
     trained = [at for at in (positions(config), config.trainable_position_size) if at and at > 0]
@@ -150,7 +151,7 @@ def _lengths(
     config: Config, tokenizer: Tokenizer, columns: tuple[str, ...]
 ) -> tuple[str, Callable[[Sequence[Record]], Iterator[int]]]:
     """Returns the noun for a record, and a function that returns the number of tokens of each record."""
-    if config.use_grpo:
+    if has_rollouts(config):
         from trainer.chat.encoder import Prompts, prompt_of
 
         chat = Prompts(config, tokenizer, today=False) if config.use_chat_template else None

@@ -87,6 +87,21 @@ def has_dropout(config: Config) -> bool:
     return bool(config.enable_dropout and (config.dropout_rate or config.attention_dropout_rate))
 
 
+def has_rollouts(config: Config) -> bool:
+    """Returns whether a run trains on texts that its model writes (`rl.rounds`)."""
+    return bool(config.use_grpo or (config.use_distill and config.distill_rollouts))
+
+
+def rollouts_share(config: Config) -> float:
+    """Returns the share of rounds in which the model writes the texts; the data have the texts of the others."""
+    return config.distill_rollouts_share if config.use_distill else 1.0
+
+
+def completions_per_prompt(config: Config) -> int:
+    """Returns the number of completions of each prompt of a round."""
+    return config.rl_num_generations if config.use_grpo else 1
+
+
 def policy_temperature(config: Config) -> float:
-    """Returns the temperature for log-probabilities in generation: with use_grpo, the policy's; otherwise 1."""
-    return float(config.decode_sampling_temperature) if config.use_grpo else 1.0
+    """Returns the temperature for log-probabilities in generation: with rollouts, that of sampling; otherwise 1."""
+    return float(config.decode_sampling_temperature) if has_rollouts(config) else 1.0

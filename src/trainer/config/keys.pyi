@@ -107,6 +107,8 @@ class Config(Mapping[str, Any]):
     distill_alpha_schedule: str
     distill_jensen_shannon_weight: float
     distill_loss: str
+    distill_rollouts: bool
+    distill_rollouts_share: float
     distill_temperature: float
     distill_temperature_end: float | None
     distill_temperature_schedule: str

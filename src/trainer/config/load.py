@@ -12,6 +12,7 @@ from trainer.config.capabilities.data_keys import OWN_KEYS, data_not_asked_for
 from trainer.config.capabilities.rl_keys import drifts
 from trainer.config.check import contradictions
 from trainer.config.command import read_by_hand, read_words, split
+from trainer.config.derived import has_rollouts
 from trainer.config.dump import as_words, to_flow
 from trainer.config.effects import inert_keys, no_effect_of, without_effect
 from trainer.config.errors import Unbuilt, UserError, nearest, on_one_screen, report, shortened
@@ -75,7 +76,9 @@ class Loaded:
     @property
     def measures(self) -> bool:
         """Whether the row length comes from the data: no key gives it, and a model is trained further on records."""
-        further = self.config.load_parameters_path and any(self.config[key] for key in METHODS)
+        further = self.config.load_parameters_path and (
+            has_rollouts(self.config) or any(self.config[key] for key in METHODS)
+        )
         return bool(further and self.unset("max_target_length"))
 
     def complete(self, values: Mapping[str, Any]) -> None:

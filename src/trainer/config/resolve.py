@@ -13,7 +13,7 @@ from trainer.config.capabilities.pipeline_keys import STAGE, fewest, microbatche
 from trainer.config.capabilities.splash_tiles import wrong_tiles
 from trainer.config.capabilities.vocab_tiles import choose_tiles
 from trainer.config.capabilities.windows import period
-from trainer.config.derived import FOLLOWS, mesh_axes
+from trainer.config.derived import FOLLOWS, has_rollouts, mesh_axes
 from trainer.config.errors import report
 from trainer.config.family import fixed
 from trainer.config.keys import Config, Values
@@ -119,7 +119,7 @@ def _fill(values: Config, platform: str) -> None:
         factor, length = published[values.rope_type]
         values.rope_factor = values.rope_factor or factor
         values.original_max_position_embeddings = values.original_max_position_embeddings or length
-    if values.use_grpo and values.num_batches > 0:
+    if has_rollouts(values) and values.num_batches > 0:
         values.steps = values.num_batches * values.rl_num_iterations
     if values.steps == -1:
         values.steps = values.learning_rate_schedule_steps

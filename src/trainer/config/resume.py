@@ -6,7 +6,7 @@ from typing import Any
 from trainer.config.capabilities.all_keys import keys_of
 from trainer.config.capabilities.context_keys import parts
 from trainer.config.capabilities.decoding_keys import DRAWN
-from trainer.config.derived import global_batch_rows, has_dropout, has_reference, islands
+from trainer.config.derived import global_batch_rows, has_dropout, has_reference, has_rollouts, islands
 from trainer.config.dump import to_flow
 from trainer.config.errors import UserError
 from trainer.config.key_rows import Resume
@@ -50,7 +50,7 @@ def check_resume(saved: Mapping[str, Any], config: Config, schedule_given: bool,
         allowed = allowed.union(["enable_dropout"])
     if config.prepared_path or before.prepared_path:
         allowed = allowed.union(DETERMINING, ["tokenizer_path"])  # the position in the data identifies the rows
-    if config.use_grpo:
+    if has_rollouts(config):
         allowed = allowed.difference(DRAWN)
     wrong = [_change(before, config, name) for name in differing if name not in allowed]
     if global_batch_rows(before) != global_batch_rows(config):

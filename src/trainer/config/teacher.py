@@ -3,6 +3,7 @@
 from typing import Any
 
 from trainer.config.capabilities.context_keys import KEYS as CONTEXT_KEYS
+from trainer.config.capabilities.documents import OF_ROWS
 from trainer.config.derived import DCN, ICI
 from trainer.config.flags import FLAGS
 from trainer.config.keys import Config
@@ -15,8 +16,9 @@ SHARED = (
     *ICI.values(),
     *DCN.values(),
     *CONTEXT_KEYS,
-    *("allow_split_physical_axes", "logical_axis_rules", "sharding_tolerance", "hardware", "max_target_length"),
-    *("packing", "max_segments_per_seq", "per_device_batch_size", "gradient_accumulation_steps", "num_vocab_tiling"),
+    *OF_ROWS,
+    *("allow_split_physical_axes", "logical_axis_rules", "sharding_tolerance", "hardware"),
+    *("per_device_batch_size", "gradient_accumulation_steps", "num_vocab_tiling"),
     *("eval_interval", "eval_per_device_batch_size", "batch_invariant"),
 )
 

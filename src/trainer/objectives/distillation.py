@@ -20,6 +20,7 @@ from trainer.ops.divergence import Divergence, first_tokens
 from trainer.ops.losses import cross_entropy
 
 PARAMS, REST = "params", "rest"  # the two parts of the teacher's arrays
+TEMPERATURE = "temperature"
 KNOWN = "teacher_knows"  # the derived field: 1 if the teacher has all tokens of the segment up to this one
 
 
@@ -94,6 +95,7 @@ class Distillation(NextToken):
     vocab_size: int  # the number of the student's tokens
 
     reads: ClassVar[tuple[str, ...]] = NextToken.reads
+    compared: ClassVar[tuple[str, ...]] = ("targets",)  # fields of a batch that the comparison reads
 
     @property
     def frozen(self) -> Frozen:
@@ -128,7 +130,7 @@ class Distillation(NextToken):
             params, rest, hidden_bte, batch["targets"], other=self._comparison(frozen, batch, temperature)
         )
         bears_loss, compared = self._bears_loss(batch), logs.compared
-        known = bears_loss & (batch[KNOWN] != 0) if self.derived else bears_loss
+        known = self._known(batch)
         sums = {name: jnp.sum(jnp.where(bears_loss, term, 0)) for name, term in terms.items()}
         divergence = jnp.sum(jnp.where(known, compared.divergence, 0))
         with_target = bears_loss & (batch["targets"] < self.teacher.vocab_size)
@@ -154,32 +156,43 @@ class Distillation(NextToken):
         return hidden_states(self.teacher.apply, *weights, {**batch, "inputs": readable}, None, ())[0]
 
     def _comparison(self, frozen: Any, batch: Batch, temperature: Any) -> Comparison:
-        def compare(student: jax.Array, logits: jax.Array, tokens: tuple[jax.Array, jax.Array]) -> Compared:
-            return self._compared(student, logits, *tokens)
+        model = (
+            self.teacher.apply,
+            frozen[PARAMS],
+            frozen[REST],
+            self.teacher_hidden(frozen, batch),
+            self.teacher.tiling,
+        )
+        return Comparison(self._compared, self._tokens(batch, temperature), *model)
 
-        hidden_bte, tokens = self.teacher_hidden(frozen, batch), of_tokens(batch, temperature)
-        model = self.teacher.apply, frozen[PARAMS], frozen[REST], hidden_bte, self.teacher.tiling
-        return Comparison(compare, tokens, *model)
+    def _tokens(self, batch: Batch, temperature: Any) -> dict[str, jax.Array]:
+        """Returns the arrays that `_compared` reads."""
+        # An array, because the temperature may be a traced value, which the tiles' backward pass cannot close over.
+        temperature_bt = jnp.broadcast_to(jnp.float32(temperature), batch["targets"].shape)
+        return {name: batch[name] for name in self.compared} | {TEMPERATURE: temperature_bt}
 
-    def _compared(
-        self, student: jax.Array, logits: jax.Array, target_bt: jax.Array, temperature_bt: jax.Array
-    ) -> Compared:
+    def _compared(self, student: jax.Array, logits: jax.Array, tokens: Batch) -> Compared:
         # Only the logits are kept for the backward pass.
-        divergence = jax.checkpoint(self._divergence)(student, logits, temperature_bt[..., None])
-        return Compared(divergence, cross_entropy(logits, target_bt)[0])
+        divergence = jax.checkpoint(self._divergence)(student, logits, tokens)
+        return Compared(divergence, cross_entropy(logits, tokens["targets"])[0])
 
-    def _divergence(self, student: jax.Array, teacher: jax.Array, temperature: jax.Array) -> jax.Array:
-        tempered = (logits.astype(jnp.float32) / temperature for logits in (student, teacher))
-        return self.divergence(*first_tokens(self.teacher.tokens, *tempered))
+    def _divergence(self, student: jax.Array, teacher: jax.Array, tokens: Batch) -> jax.Array:
+        """Returns the divergence at each token. `tokens`: `compared` fields, and the temperature."""
+        tempered = (logits.astype(jnp.float32) / tokens[TEMPERATURE][..., None] for logits in (student, teacher))
+        student, teacher = first_tokens(self.teacher.tokens, *tempered)
+        return self._of_logits(student, teacher, tokens)
+
+    def _of_logits(self, student: jax.Array, teacher: jax.Array, tokens: Batch) -> jax.Array:
+        del tokens
+        return self.divergence(student, teacher)
+
+    def _known(self, batch: Batch) -> jax.Array:
+        """Returns whether a token bears loss and has a divergence, bool [b, t]."""
+        bears_loss = self._bears_loss(batch)
+        return bears_loss & (batch[KNOWN] != 0) if self.derived else bears_loss
 
     def _bears_loss(self, batch: Batch) -> jax.Array:
         return batch["targets_segmentation"] != 0
-
-
-def of_tokens(batch: Batch, temperature: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns the target and the temperature of each token, [b, t]."""
-    # An array, because the temperature may be a traced value, which the tiles' backward pass cannot close over.
-    return batch["targets"], jnp.broadcast_to(jnp.float32(temperature), batch["targets"].shape)
 
 
 def known_so_far(known: np.ndarray, segments: np.ndarray) -> np.ndarray:

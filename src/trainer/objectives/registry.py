@@ -5,13 +5,15 @@ from typing import Any
 import jax.numpy as jnp
 
 from trainer.config.capabilities.expert_keys import has_experts
-from trainer.config.derived import has_reference, policy_temperature
+from trainer.config.capabilities.rl_keys import SAMPLED
+from trainer.config.derived import has_reference, has_rollouts, policy_temperature
 from trainer.config.keys import Config
 from trainer.models.transformer import head_matrix
 from trainer.objectives.base import Objective
 from trainer.objectives.distillation import Distillation, Schedule, Teacher
 from trainer.objectives.multi_token import MultiToken
 from trainer.objectives.next_token import NextToken
+from trainer.objectives.on_policy import OnPolicy
 from trainer.objectives.policy import Policy
 from trainer.objectives.preference import Dpo, Orpo
 from trainer.objectives.reference import first_parameters
@@ -45,15 +47,18 @@ def _distillation(config: Config, teacher: Any, *shared: Any) -> Distillation:
         start, end, shape = (config[f"distill_{name}{part}"] for part in ("", "_end", "_schedule"))
         return Schedule(start, start if end is None else end, shape, config.learning_rate_schedule_steps)
 
-    kind = SavedDistillation if isinstance(teacher, SavedTeacher) else Distillation
-    return kind(
-        *shared,
-        teacher=teacher,
-        divergence=divergence_of(config.distill_loss, config.distill_jensen_shannon_weight),
-        alpha=schedule("alpha"),
-        temperature=schedule("temperature"),
-        vocab_size=config.vocab_size,
-    )
+    own: dict[str, Any] = {
+        "teacher": teacher,
+        "divergence": divergence_of(config.distill_loss, config.distill_jensen_shannon_weight),
+        "alpha": schedule("alpha"),
+        "temperature": schedule("temperature"),
+        "vocab_size": config.vocab_size,
+    }
+    if isinstance(teacher, SavedTeacher):
+        return SavedDistillation(*shared, **own)
+    if has_rollouts(config):
+        return OnPolicy(*shared, **own, sampled=config.distill_loss == SAMPLED)
+    return Distillation(*shared, **own)
 
 
 def _preference(config: Config, model: Any) -> Objective:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from trainer.objectives.base import Batch, Evaluation, Field
-from trainer.objectives.distillation import Compared, Distillation, of_tokens
+from trainer.objectives.distillation import TEMPERATURE, Compared, Distillation
 from trainer.objectives.forward import Comparison
 from trainer.objectives.next_token import NextToken
 from trainer.ops.divergence import first_tokens, with_others
@@ -58,6 +58,10 @@ class SavedDistillation(Distillation):
         return {**NextToken.fields, **self.teacher.saved}
 
     @property
+    def compared(self) -> tuple[str, ...]:  # type: ignore[override]
+        return (*Distillation.compared, *self.teacher.saved)
+
+    @property
     def unevaluated(self) -> Mapping[str, Field]:
         """See `Objective`."""
         return self.teacher.saved
@@ -66,16 +70,16 @@ class SavedDistillation(Distillation):
         return NextToken(self.apply, tiling=self.tiling).evaluation(params, rest, batch)
 
     def _comparison(self, frozen: Any, batch: Batch, temperature: Any) -> Comparison:
-        def compare(student: jax.Array, _: Any, tokens: Any) -> Compared:
-            saved, (target_bt, temperature_bt) = tokens
-            if OTHERS not in saved:
-                return self._compared(student, saved[LOGITS], target_bt, temperature_bt)
-            return Compared(jax.checkpoint(self._of_likely)(student, saved, temperature_bt[..., None]), None)
+        return Comparison(self._compared, self._tokens(batch, temperature))
 
-        return Comparison(compare, ({name: batch[name] for name in self.teacher.saved}, of_tokens(batch, temperature)))
+    def _compared(self, student: jax.Array, logits: Any, tokens: Batch) -> Compared:
+        if OTHERS in tokens:
+            return Compared(jax.checkpoint(self._of_likely)(student, tokens), None)
+        return super()._compared(student, tokens[LOGITS], tokens)
 
-    def _of_likely(self, student: jax.Array, saved: Mapping[str, jax.Array], temperature: jax.Array) -> jax.Array:
+    def _of_likely(self, student: jax.Array, tokens: Batch) -> jax.Array:
+        temperature = tokens[TEMPERATURE][..., None]
         (tempered,) = first_tokens(self.teacher.tokens, student.astype(jnp.float32) / temperature)
-        ours = with_others(tempered, saved[TOKENS].astype(jnp.int32))
-        likely = saved[LOGITS].astype(jnp.float32) / temperature
-        return self.divergence(ours, jnp.concatenate([likely, saved[OTHERS][..., None]], axis=-1))
+        ours = with_others(tempered, tokens[TOKENS].astype(jnp.int32))
+        likely = tokens[LOGITS].astype(jnp.float32) / temperature
+        return self.divergence(ours, jnp.concatenate([likely, tokens[OTHERS][..., None]], axis=-1))

@@ -169,18 +169,20 @@ def _samples(run: Record, alone: bool) -> str:
 
 
 def _rollouts(run: Record, alone: bool) -> str:
-    """Returns the best and worst answers to a few prompts of the newest round; prompts with different rewards first."""
+    """Returns answers to a few prompts of the newest round: if they have rewards, the best and the worst, and prompts
+    with different rewards first."""
     if not run.rollouts:
         return ""
     groups = [list(rows) for _, rows in itertools.groupby(run.rollouts, key=lambda row: row.get("prompt"))]
     groups.sort(key=lambda rows: len({number(row.get("reward")) for row in rows}) == 1)
+    names = ["reward", "advantage", "times", "answer"] if "reward" in run.rollouts[0] else ["answer"]
     shown = []
     for rows in groups[:_PROMPTS]:
         counts = Counter(map(_answer, rows))
         best_first = sorted(counts, key=lambda answer: -answer[0])
         few = best_first[:_ANSWERS] + best_first[_ANSWERS:][-_ANSWERS:]
         cells = [[f"{answer[0]:.4g}", f"{answer[1]:.2f}", str(counts[answer]), answer[2]] for answer in few]
-        table = _table(["reward", "advantage", "times", "answer"], cells, "wide texts")
+        table = _table(names, [cell[-len(names) :] for cell in cells], "wide texts")
         shown.append(f"<pre>{_excerpt(rows[0].get('prompt'))}</pre>{table}")
     said = f"Of the round before step {run.rollouts[0]['step']:,}; the folder {ROLLOUTS} has all answers."
     return f"<h2>{_titled('Answers', run, alone)}</h2><p>{said}</p>{''.join(shown)}"

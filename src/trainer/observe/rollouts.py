@@ -1,4 +1,4 @@
-"""The completions of reinforcement learning: rollouts/N.jsonl in a run's folder for round N, counted from 0."""
+"""The completions of rounds: rollouts/N.jsonl in a run's folder for round N, counted from 0."""
 
 import json
 from collections.abc import Iterable, Mapping

@@ -38,7 +38,7 @@ def jensen_shannon(weight: float, student: jax.Array, teacher: jax.Array) -> jax
 
 def divergence_of(name: str, weight: float) -> Divergence:
     """Returns the divergence that distill_loss=`name` selects. `weight`: see `jensen_shannon`."""
-    named = {"forward_kl": forward_kl, "reverse_kl": reverse_kl}
+    named = {"forward_kl": forward_kl, "reverse_kl": reverse_kl, "sampled_reverse_kl": reverse_kl}
     return named.get(name) or functools.partial(jensen_shannon, weight)
 
 

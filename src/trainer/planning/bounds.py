@@ -20,7 +20,7 @@ from trainer.aot.chips import Chip, chip_of
 from trainer.config.capabilities.expert_keys import drops, has_experts, sends
 from trainer.config.capabilities.pipeline_keys import stages
 from trainer.config.capabilities.remat_tensors import OWN_TENSORS, TENSORS
-from trainer.config.derived import DCN, ICI, global_batch_rows, mesh_axes, microbatch_rows
+from trainer.config.derived import DCN, ICI, global_batch_rows, has_rollouts, mesh_axes, microbatch_rows
 from trainer.config.keys import Config
 from trainer.config.resolve import resolve
 from trainer.models.families import family
@@ -231,7 +231,7 @@ def _matmuls(config: Config, **values: Any) -> int:
 
 def _reads_rows_differently(config: Config) -> bool:
     """Whether the step's rows are not the rows of one forward pass of `max_target_length` tokens each."""
-    return bool(config.use_dpo or config.use_grpo)
+    return bool(config.use_dpo or has_rollouts(config))
 
 
 def _peak(config: Config, chip: Chip) -> float:

@@ -1,6 +1,6 @@
 """Arithmetic of rollouts, in NumPy: advantages within groups, and rows of packed sequences."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -66,21 +66,21 @@ def places(lengths: Sequence[int], row: int, align: int, *, together: bool = Tru
 
 def packed(
     rollouts: Sequence[Rollout],
-    rewards: Sequence[float],
-    advantages: Sequence[float],
+    values: Mapping[str, Sequence[float]],
     at: Sequence[tuple[int, int]],
     rows: int,
     length: int,
 ) -> Batch:
-    """Returns a batch of `rows` rows with the fields of `objectives.policy`.
+    """Returns a batch of `rows` rows: the fields of `objectives.next_token`, in which the tokens of completions bear
+    loss, their `old_log_probs`, and a float field for each of `values`.
 
     Args:
-      rollouts, rewards, advantages: one for each sequence.
+      rollouts: one for each sequence. Each of `values` has one for each sequence, too.
       at: the place of each sequence, see `places`.
     """
     names = ("inputs", "targets", "segmentation", "loss")
     arrays = {name: np.zeros((rows, length), np.int32) for name in names}
-    floats = {name: np.zeros((rows, length), np.float32) for name in ("old_log_probs", "advantages", "rewards")}
+    floats = {name: np.zeros((rows, length), np.float32) for name in ("old_log_probs", *values)}
     segments = [0] * rows
     # In the order of their places, so that segment ids rise along a row.
     for i in sorted(range(len(rollouts)), key=lambda i: at[i]):
@@ -93,5 +93,6 @@ def packed(
         drawn = row, slice(start + len(rollout.prompt) - 1, start + rollout.pairs)
         arrays["loss"][drawn] = 1
         floats["old_log_probs"][drawn] = rollout.log_probs
-        floats["advantages"][drawn], floats["rewards"][drawn] = advantages[i], rewards[i]
+        for name, of_each in values.items():
+            floats[name][drawn] = of_each[i]
     return {**make_batch(*(arrays[name] for name in names)), **floats, "row": np.arange(rows, dtype=np.int32)}

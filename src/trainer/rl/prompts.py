@@ -1,4 +1,4 @@
-"""The prompts of reinforcement learning: the data set of `trainer.grpo`."""
+"""Prompts: the data set of runs with rollouts."""
 
 import dataclasses
 import functools
@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trainer.chat.encoder import Prompts, prompt_of
-from trainer.config.derived import row_for
+from trainer.chat.encoder import Prompts, answer_of, prompt_of
+from trainer.config.derived import rollouts_share, row_for
 from trainer.config.errors import UserError
 from trainer.config.keys import Config
 from trainer.config.words import counted
@@ -33,12 +33,14 @@ class Prompt(NamedTuple):
       where: `str(where)` names the record; it reads the file up to that record.
       text: the value of the prompt column: a text, or a list of messages.
       columns: the values of the other columns by name.
+      completion: the tokens of the second column as a completion, int32; empty if no round uses it.
     """
 
     where: Any
     text: Any
     columns: Mapping[str, Any]
     tokens: np.ndarray
+    completion: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,17 +135,25 @@ def _prompts(
     prompts: list[Prompt] = []
     long: list[tuple[int, Any]] = []
     empty: list[Any] = []
+    mixed = rollouts_share(config) < 1
     for corpus in corpora:
         name, *others = corpus.columns
+        if mixed and not others:
+            raise UserError(
+                f"distill_rollouts_share={rollouts_share(config)}: the completions for the other rounds are "
+                "missing; name their column, as in train_data_columns=[prompt,answer] eval_data_columns=[prompt,answer]"
+            )
         for record in corpus.records():
             value, tokens = prompt_of(record, name, tokenizer, chat)
-            if not tokens:
+            completion = answer_of(record, others[0], tokenizer, chat) if mixed else []
+            if not tokens or (mixed and not completion):
                 empty.append(record.where)
             elif len(tokens) > longest:
                 long.append((len(tokens), record.where))
             else:
                 columns = {other: _plain(found) for other, found in zip(others, record.values[1:], strict=True)}
-                prompts.append(Prompt(record.where, _plain(value), columns, np.asarray(tokens, np.int32)))
+                arrays = (np.asarray(found, np.int32) for found in (tokens, completion))
+                prompts.append(Prompt(record.where, _plain(value), columns, *arrays))
     label = corpora[0].label
     if long:
         say(

@@ -1,47 +1,16 @@
-"""The batches of reinforcement learning: in each round the model answers prompts, and its answers are scored."""
+"""The rounds of reinforcement learning: reward functions score the model's answers to prompts."""
 
-import functools
-import json
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple, Self
 
-import jax
 import numpy as np
 
-from trainer.config.capabilities.invariant_keys import TILE
-from trainer.config.derived import eval_parts
-from trainer.config.errors import UserError
-from trainer.config.words import counted
-from trainer.data.batches import Batch
-from trainer.data.streams import Position
-from trainer.inference.engine import Engine
-from trainer.inference.of_run import engine_of_run, trained_variables
-from trainer.inference.sampling import UINT32_MAX, Sampling, sampling_of
-from trainer.inference.scheduler import LENGTH, Scheduler
-from trainer.inference.text import TextStream
-from trainer.models.families import stacks
-from trainer.models.stages import division, to_layers
-from trainer.observe.rollouts import RolloutFiles
-from trainer.rl.groups import Rollout, advantages, packed, places
-from trainer.rl.prompts import INDEX, Prompt, PromptDataset
+from trainer.rl.groups import advantages
+from trainer.rl.prompts import Prompt
 from trainer.rl.rewards import Rewards, Sample, Scored
-from trainer.rl.room import completion_limit, rows_for
+from trainer.rl.rounds import Judged, Rounds
 from trainer.runtime.agreement import agreed, from_first, is_first
-from trainer.runtime.place import share_of_rows
-from trainer.training.run import Run
-from trainer.training.start import Start
-
-_INTERVAL = 10.0  # seconds between two lines of progress
-Say = Callable[[str], None]
-
-
-class Round(NamedTuple):
-    """The batch of a round, and the position in the prompts after it."""
-
-    batch: Batch
-    position: Position
 
 
 class _Where(NamedTuple):
@@ -54,50 +23,11 @@ class _Where(NamedTuple):
         return f"{self.name}, the prompt in {self.prompt}"
 
 
-class Rollouts:
-    """A `training.BatchSource`. A round's batch is sampled before its first update and used for `rl_num_iterations`.
-
-    All sampling depends only on decode_sampling_seed, the number of the round and the parameters, so a resumed run
-    repeats the same rounds. Every process generates all completions; the first process scores them.
-
-    Attributes:
-      updates: the number of updates in a round; a run ends and is saved only between rounds.
-      metrics: the metrics of the round whose batch was taken last.
-    """
-
-    def __init__(self, run: Run, dataset: PromptDataset, start: Start, files: RolloutFiles | None, say: Say):
-        """
-        Args:
-          files: receives all completions; None in processes other than the first.
-          say: gets progress messages.
-
-        Raises:
-          UserError: the model cannot generate text on this mesh, or the run begins within a round.
-        """
-        config = run.config
-        if start.updates % config.rl_num_iterations:
-            raise UserError(
-                f"rl_num_iterations={config.rl_num_iterations}: load_full_state_path holds "
-                f"{counted(start.updates, 'update')}, "
-                "which is within a round; give load_parameters_path, for a run that begins with 0"
-            )
-        self._run, self._dataset, self._files, self._say = run, dataset, files, say
-        self.updates: int = config.rl_num_iterations
-        self.waited, self.metrics = 0.0, dict[str, float]()
-        self._done, self._round = start.updates, Round({}, start.position or {})
-        self._align = TILE if config.batch_invariant else 1
-        self._engine = engine_of(run, config.batch_size * config.rl_num_generations)
-        self._stream = dataset.train_stream(start.position, rows=config.batch_size)
-        divided = division(stacks(config)) is not None
-        self._by_layer = (
-            jax.jit(functools.partial(to_layers, stacks(config))) if divided else lambda variables: variables
-        )
-        self._averages = jax.jit(trained_variables(run)) if config.ema_decay else None
-        self._interrupted: Callable[[], bool] = lambda: False
-        self._rewards: Rewards | None = None
-        self._stack = ExitStack()
+class Rollouts(Rounds):
+    """`Rounds` in which the first process scores all completions."""
 
     def __enter__(self) -> Self:
+        self._stack = ExitStack()
         self._rewards = agreed(self._judges)
         if self._rewards is not None:
             self._stack.enter_context(self._rewards)
@@ -105,7 +35,29 @@ class Rollouts:
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
-        self._stream.close()
+        super().__exit__(*error)
+
+    def judged(self, prompts: Sequence[Prompt], texts: Sequence[str], group: int, name: str) -> Judged:
+        scored = self._scored(prompts, texts, name)
+        rewards = np.array([one.reward for one in scored])
+        groups = rewards.reshape(-1, group)
+        gains = advantages(groups).reshape(-1).tolist()
+        metrics = {
+            "reward_std": float(rewards.std()),
+            "equal_groups": float((groups == groups[:, :1]).all(axis=1).mean()),
+            "rewards_timed_out": sum(one.timed_out for one in scored),
+        }
+        functions = self._run.config.reward_functions
+        rows = [
+            {
+                "reward": one.reward,
+                "rewards": dict(zip(functions, one.by_function, strict=True)),
+                "advantage": gain,
+                "timed_out": one.timed_out,
+            }
+            for one, gain in zip(scored, gains, strict=True)
+        ]
+        return Judged({"rewards": rewards.tolist(), "advantages": gains}, metrics, rows)
 
     def _judges(self) -> Rewards | None:
         """Starts the reward workers; None in processes other than the first of the run."""
@@ -114,122 +66,6 @@ class Rollouts:
         config = self._run.config
         seconds = config.reward_worker_timeout_seconds
         return Rewards(config.reward_functions, config.reward_num_workers, seconds, self._say)
-
-    def take(self, state: Callable[[], Any], interrupted: Callable[[], bool]) -> tuple[Batch, Position] | None:
-        """See `BatchSource.take`."""
-        self._interrupted = interrupted
-        if self._done % self.updates == 0:
-            current = jax.block_until_ready(state())  # the round's time excludes the previous update
-            started = time.perf_counter()
-            made = self._make(current)
-            self.waited += time.perf_counter() - started
-            if made is None:
-                return None
-            self._round = made
-        self._done += 1
-        return self._round
-
-    def held_out(self, state: Callable[[], Any]) -> Iterable[Batch]:
-        """See `BatchSource.held_out`. Scores greedy answers; with ema_decay, the averaged parameters generate them."""
-        run, held_out = self._run, self._dataset.held_out
-        assert held_out is not None, "eval_interval is above 0"
-        rows, steps = run.eval_rows, run.config.eval_steps
-        most = len(held_out.prompts) if steps < 0 else steps * eval_parts(run.config) * rows
-        prompts = held_out.prompts[:most]
-        variables = self._averages(state()) if self._averages else self._current(state())
-        rollouts = self._complete(variables, prompts, Sampling(0.0), [0] * len(prompts), 1, "evaluation")
-        if rollouts is None:
-            return
-        scored = self._scored(prompts, self._texts(rollouts), "evaluation")
-        rewards, length = [one.reward for one in scored], run.config.max_target_length
-        for first in range(0, len(prompts), rows):
-            here = slice(first, first + rows)
-            at = [(row, 0) for row in range(len(prompts[here]))]
-            yield self._share(packed(rollouts[here], rewards[here], [0.0] * len(at), at, rows, length))
-
-    def _make(self, state: Any) -> Round | None:
-        """Returns the next round; None if it was interrupted."""
-        config, started, number = self._run.config, time.perf_counter(), self._done // self.updates
-        chosen, position = next(self._stream)
-        prompts = [self._dataset.train.prompts[i] for i in chosen[INDEX]]
-        seeds, group = _seeds(config.decode_sampling_seed, number, len(prompts)), config.rl_num_generations
-        name = f"round {number + 1:,}"
-        rollouts = self._complete(self._current(state), prompts, sampling_of(config), seeds, group, name)
-        if rollouts is None:
-            return None
-        of_each = [prompt for prompt in prompts for _ in range(group)]
-        texts = self._texts(rollouts)
-        scored = self._scored(of_each, texts, name)
-        rewards = np.array([one.reward for one in scored])
-        gains = advantages(rewards.reshape(-1, group)).reshape(-1)
-        self._write(of_each, rollouts, texts, scored, gains)
-        self.metrics = {
-            "reward_std": float(rewards.std()),
-            "equal_groups": float((rewards.reshape(-1, group) == rewards[::group, None]).all(axis=1).mean()),
-            "truncated": float(np.mean([rollout.truncated for rollout in rollouts])),
-            "rewards_timed_out": sum(one.timed_out for one in scored),
-            "rollout_time": time.perf_counter() - started,
-        }
-        length = config.max_target_length
-        at = places([rollout.pairs for rollout in rollouts], length, self._align, together=config.packing)
-        rows = rows_for(self._run.config, 1 + max(row for row, _ in at))
-        return Round(self._share(packed(rollouts, rewards.tolist(), gains.tolist(), at, rows, length)), position)
-
-    def _current(self, state: Any) -> tuple[Any, Any]:
-        tree = self._run.codec.unpack(state)
-        return self._by_layer((tree.params, tree.rest))
-
-    def _complete(
-        self,
-        variables: tuple[Any, Any],
-        prompts: Sequence[Prompt],
-        sampling: Sampling,
-        seeds: Sequence[int],
-        samples: int,
-        name: str,
-    ) -> list[Rollout] | None:
-        """Returns `samples` completions of each prompt under `variables`, (params, rest); None if interrupted."""
-        run, stop = self._run, self._dataset.stop
-        scheduler = Scheduler(self._engine, self._engine.hold(*variables), fill=True)
-        limit = completion_limit(run.config)
-        owners: dict[int, int] = {}
-        for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
-            first = scheduler.submit(
-                prompt.tokens.tolist(), limit=limit, stop=stop, sampling=sampling, seed=seed, samples=samples
-            )
-            owners |= {first + sample: i * samples + sample for sample in range(samples)}
-        tokens: list[list[int]] = [[] for _ in owners]
-        log_probs: list[list[float]] = [[] for _ in owners]
-        ends: dict[int, str] = {}
-        shown = time.perf_counter()
-        while not scheduler.idle:
-            for event in scheduler.turn():
-                i = owners[event.request]
-                drawn = event.stopped if event.token is None else event.token
-                assert drawn is not None
-                assert event.log_prob is not None
-                tokens[i].append(drawn)
-                log_probs[i].append(event.log_prob)
-                if event.end is not None:
-                    ends[i] = event.end
-            if self._interrupted():
-                return None
-            if time.perf_counter() - shown > _INTERVAL:
-                shown = time.perf_counter()
-                self._say(f"{name}: {len(ends):,} of {len(owners):,} completions are complete")
-        return [
-            Rollout(
-                prompts[i // samples].tokens,
-                np.array(tokens[i], np.int32),
-                np.array(log_probs[i], np.float32),
-                ends[i] == LENGTH,
-            )
-            for i in range(len(owners))
-        ]
-
-    def _texts(self, rollouts: Sequence[Rollout]) -> list[str]:
-        """Returns the texts of completions; [] in processes other than the first, which do not need them."""
-        return list(map(self._text, rollouts)) if is_first() else []
 
     def _scored(self, prompts: Sequence[Prompt], texts: Sequence[str], name: str) -> list[Scored]:
         """Returns the rewards of the completions `texts`, which the first process computes."""
@@ -243,64 +79,3 @@ class Rollouts:
             return self._rewards(samples)
 
         return [Scored(*one) for one in from_first(scored)]
-
-    def _text(self, rollout: Rollout) -> str:
-        """Returns the text of a completion, without the stop token that ended it."""
-        tokenizer = self._dataset.tokenizer
-        assert tokenizer is not None
-        stream = TextStream(tokenizer, rollout.prompt.tolist())
-        drawn = rollout.completion.tolist()
-        return "".join(map(stream.add, drawn if rollout.truncated else drawn[:-1])) + stream.end()
-
-    def _write(
-        self,
-        prompts: Sequence[Prompt],
-        rollouts: Sequence[Rollout],
-        texts: Sequence[str],
-        scored: Sequence[Scored],
-        gains: np.ndarray,
-    ) -> None:
-        if self._files is None:
-            return
-        functions = self._run.config.reward_functions
-        rows = (
-            {
-                "step": self._done,
-                "prompt": prompt.text if isinstance(prompt.text, str) else json.dumps(prompt.text),
-                "completion": text,
-                "reward": one.reward,
-                "rewards": dict(zip(functions, one.by_function, strict=True)),
-                "advantage": gain,
-                "truncated": rollout.truncated,
-                "timed_out": one.timed_out,
-                "prompt_tokens": rollout.prompt.tolist(),
-                "tokens": rollout.completion.tolist(),
-                "log_probs": rollout.log_probs.tolist(),
-            }
-            for prompt, rollout, text, one, gain in zip(prompts, rollouts, texts, scored, gains.tolist(), strict=True)
-        )
-        self._files.write(self._done // self.updates, rows)
-
-    def _share(self, batch: Batch) -> Batch:
-        """Returns this process's part of a batch."""
-        share = share_of_rows(self._run.batch_shardings["row"], len(batch["row"]))
-        each = len(batch["row"]) // share["process_count"]
-        here = slice(share["process_index"] * each, (share["process_index"] + 1) * each)
-        return {name: array[here] for name, array in batch.items()}
-
-
-def engine_of(run: Run, sequences: int) -> Engine:
-    """Returns the engine that generates with the parameters of `run`, on its mesh.
-
-    Raises:
-      UserError: the model cannot generate text, or not on this mesh.
-    """
-    config, at_once = run.config, run.config.rollout_micro_batch_size
-    slots = sequences if at_once < 0 else min(sequences, at_once)
-    return engine_of_run(run, max(slots, config.rl_num_generations), return_log_prob=True)
-
-
-def _seeds(seed: int, number: int, count: int) -> list[int]:
-    """Returns different seeds for the prompts of a round."""
-    first = int(np.random.Philox(key=[seed, number]).random_raw(1)[0])
-    return [(first + i) % (UINT32_MAX + 1) for i in range(count)]

@@ -1,7 +1,7 @@
 """The sizes of a round: the token limit of a completion, and the number of rows of an update."""
 
 from trainer.config.capabilities.invariant_keys import TILE
-from trainer.config.derived import global_batch_rows, microbatch_rows
+from trainer.config.derived import completions_per_prompt, global_batch_rows, microbatch_rows
 from trainer.config.errors import UserError
 from trainer.config.keys import Config
 from trainer.config.words import counted
@@ -24,17 +24,17 @@ def rows_for(config: Config, needed: int) -> int:
 
 def check_rows(config: Config) -> None:
     """Raises UserError if the sequences of a round may not fit the rows of an update. `config` is resolved."""
-    length, sequences = config.max_target_length, config.batch_size * config.rl_num_generations
+    length, sequences = config.max_target_length, config.batch_size * completions_per_prompt(config)
     longest = min(length, longest_prompt(config) + (completion_limit(config) or length)) - 1
     align = TILE if config.batch_invariant else 1
     together = 1 + (length - longest) // (longest + -longest % align) if config.packing else 1
     needed, there = -(-sequences // together), global_batch_rows(config)
     if needed > there:
+        generations = f", rl_num_generations={config.rl_num_generations}" if config.use_grpo else ""
         steps = -(-needed // microbatch_rows(config))
         raise UserError(
-            f"batch_size={config.batch_size}, rl_num_generations={config.rl_num_generations}: the {sequences:,} "
-            "sequences of a round have up "
-            f"to {longest + 1} tokens each and may need {counted(needed, 'row')}; an update has {there:,} "
+            f"batch_size={config.batch_size}{generations}: the {sequences:,} sequences of a round have up to "
+            f"{longest + 1} tokens each and may need {counted(needed, 'row')}; an update has {there:,} "
             f"(per_device_batch_size={config.per_device_batch_size:g}, gradient_accumulation_steps="
             f"{config.gradient_accumulation_steps}). Set gradient_accumulation_steps={steps}; a round that needs fewer "
             "rows takes fewer microbatches"

@@ -3,16 +3,16 @@
 from collections.abc import Iterator
 from fractions import Fraction
 
-from trainer.config.derived import global_batch_rows
+from trainer.config.derived import global_batch_rows, has_rollouts
 from trainer.config.keys import Config
 from trainer.data.dataset import Dataset
 
 
 def steps_of(config: Config, dataset: Dataset) -> int:
-    """Returns the number of updates for `num_epoch` passes over the data, rounded up; with reinforcement learning, to
-    whole rounds. `config` is resolved."""
+    """Returns the number of updates for `num_epoch` passes over the data, rounded up; with rollouts, to whole
+    rounds. `config` is resolved."""
     assert dataset.epoch is not None, "the configuration was checked"
-    every = config.rl_num_iterations if config.use_grpo else 1
+    every = config.rl_num_iterations if has_rollouts(config) else 1
     return -int(-config.num_epoch * dataset.epoch.rows // (_rows(config) * every)) * every
 
 
@@ -38,9 +38,9 @@ def _passes(number: Fraction | float) -> str:
 
 
 def _rows(config: Config) -> Fraction:
-    """Returns the number of rows per update; with reinforcement learning, a round's prompts divided by its updates."""
+    """Returns the number of rows per update; with rollouts, a round's prompts divided by its updates."""
     return (
         Fraction(config.batch_size, config.rl_num_iterations)
-        if config.use_grpo
+        if has_rollouts(config)
         else Fraction(global_batch_rows(config))
     )

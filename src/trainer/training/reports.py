@@ -11,6 +11,7 @@ import jax
 
 from trainer.aot.chips import chip_of
 from trainer.config.capabilities.checkpoint_keys import best_of_tasks
+from trainer.config.derived import has_rollouts
 from trainer.config.flags import combination
 from trainer.config.keys import Config
 from trainer.objectives.distillation import PARAMS
@@ -174,7 +175,7 @@ def open_reports(
     evaluations, unevaluated, untested = from_first(lambda: written.open(begin, files, stack))
     tokens = TokensSeen(written.kept)
     first = None if begin.resumed else FirstLosses(config, begin.updates, console.say)
-    waits_for = ROLLOUTS if config.use_grpo else "data"
+    waits_for = ROLLOUTS if has_rollouts(config) else "data"
 
     def on_step(row: Any) -> None:
         timeline.step(row["step"] + 1, **{f"{waits_for}_wait": row["data_wait"] * row["step_time"]})

@@ -2,7 +2,8 @@
 
 import pytest
 
-from trainer.config.capabilities.documents import most_documents
+from trainer.config.capabilities.documents import OF_ROWS, most_documents
+from trainer.config.keys import Config
 from trainer.config.load import load
 
 MMAP = "dataset_type=grain grain_train_files=x grain_file_type=mmap"
@@ -21,6 +22,7 @@ PAIRS = (
         ("max_segments_per_seq=7", 7),
         ("grain_packing_type=best_fit max_segments_per_seq=7", 7),
         ("use_grpo=true reward_functions=[m:f] packing=false", None),
+        ("use_distill=true distill_rollouts=true distill_alpha=1 decode_sampling_temperature=1 packing=false", None),
         (f"{PAIRS} grain_packing_type=best_fit", None),
         (f"{PAIRS} grain_packing_type=best_fit max_segments_per_seq=7", 14),
         (f"{PAIRS} packing=false", 2),
@@ -33,4 +35,6 @@ PAIRS = (
     ],
 )
 def test_the_most_documents(words, most):
-    assert most_documents(load(["base.yml", *words.split()]).config) == most
+    config = load(["base.yml", *words.split()]).config
+    assert most_documents(config) == most
+    assert most_documents(Config({name: config[name] for name in OF_ROWS})) == most

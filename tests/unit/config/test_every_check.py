@@ -31,6 +31,8 @@ REORDERED = SPLIT | {"context_parallel_strategy": "ring"}
 TAUGHT = {"use_distill": True}
 RL = {"use_grpo": True, "reward_functions": ["m:f"]}
 ROUNDS = RL | {"rl_num_iterations": 2}
+OWN_TEXTS = {"use_distill": True, "distill_rollouts": True, "distill_alpha": 1.0}
+SAMPLED = {"distill_loss": "sampled_reverse_kl"}
 LORA = {"enable_lora": True, "lora_rank": 2, "lora_alpha": 4.0}
 INVARIANT = {"batch_invariant": True}
 DROPOUT = {"enable_dropout": True, "dropout_rate": 0.1}
@@ -151,9 +153,9 @@ CASES = {
     ],
     "dataset_type data_pipeline": [{"dataset_type": "stdlib", "data_pipeline": "streaming"}],
     "prepared_path data_pipeline": [{"prepared_path": "x", "data_pipeline": "streaming", "dataset_type": "grain"}],
-    "prepared_path use_grpo": [{"prepared_path": "x", "use_grpo": True}],
+    "prepared_path use_grpo distill_rollouts": [{"prepared_path": "x", "use_grpo": True}],
     "drop_duplicates data_pipeline": [{"drop_duplicates": True, "data_pipeline": "streaming"}],
-    "drop_duplicates use_grpo": [{"drop_duplicates": True, "use_grpo": True}],
+    "drop_duplicates use_grpo distill_rollouts": [{"drop_duplicates": True, "use_grpo": True}],
     "drop_duplicates": [MMAP | {"drop_duplicates": True}],
     "document_min_length document_max_length": [{"document_min_length": 2, "document_max_length": 1}],
     "document_filter": [{"document_filter": "no function"}, MMAP | {"document_filter": "a:b"}],
@@ -230,18 +232,29 @@ CASES = {
     "decode_sampling_strategy decode_sampling_nucleus_p": [
         {"decode_sampling_strategy": "nucleus", "decode_sampling_nucleus_p": 0.0}
     ],
-    "use_grpo decode_sampling_strategy decode_sampling_temperature": [RL | {"decode_sampling_strategy": "greedy"}],
+    "use_grpo distill_rollouts decode_sampling_strategy decode_sampling_temperature": [
+        RL | {"decode_sampling_strategy": "greedy"}
+    ],
     "use_grpo reward_functions": [RL | {"reward_functions": []}],
     "use_grpo train_data_columns eval_data_columns": [RL | {"eval_data_columns": ["a", "completions"]}],
-    "use_grpo max_prefill_predict_length max_target_length": [
+    "use_grpo distill_rollouts max_prefill_predict_length max_target_length": [
         RL | {"max_prefill_predict_length": 16, "max_target_length": 16}
     ],
-    "use_grpo steps rl_num_iterations": [ROUNDS | {"steps": 3}],
-    "use_grpo checkpoint_period rl_num_iterations": [ROUNDS | {"checkpoint_period": 3}],
+    "use_grpo distill_rollouts steps rl_num_iterations": [ROUNDS | {"steps": 3}],
+    "use_grpo distill_rollouts checkpoint_period rl_num_iterations": [ROUNDS | {"checkpoint_period": 3}],
     **{
-        f"use_grpo {key}": [RL | {key: 1}]
+        f"use_grpo distill_rollouts {key}": [RL | {key: 1}]
         for key in ("enable_diloco", "mtp_num_layers", "z_loss_multiplier", "label_smoothing", "quantize_kvcache")
     },
+    "use_distill distill_loss distill_rollouts": [{"use_distill": True} | SAMPLED],
+    "distill_rollouts use_sft": [OWN_TEXTS | {"use_sft": True}],
+    "distill_rollouts distill_alpha distill_alpha_schedule distill_rollouts_share": [
+        OWN_TEXTS | {"distill_alpha": 0.5}
+    ],
+    "distill_rollouts distill_loss distill_rollouts_share": [OWN_TEXTS | SAMPLED | {"distill_rollouts_share": 0.5}],
+    "distill_rollouts distill_loss distill_temperature distill_temperature_schedule decode_sampling_temperature": [
+        OWN_TEXTS | SAMPLED | {"distill_temperature": 2.0}
+    ],
     **{key: [{key: "minimax"}] for key in METHODS},
     "checkpoint_is_quantized quantization weight_quantization_calibration_method": [{"quantization": "nf4"}],
     "checkpoint_is_quantized quantize_logits_proj logits_via_embedding": [
@@ -336,7 +349,7 @@ def test_every_row_refuses_its_case_and_not_the_defaults():
             TAUGHT | {"distill_alpha": 0.0, "distill_alpha_schedule": "linear", "distill_alpha_end": 1.0},
         ),
         ("distill_temperature_end", {"distill_temperature_end": 0.5}),
-        ("use_grpo steps rl_num_iterations", ROUNDS | {"steps": 3, "num_batches": 2}),
+        ("use_grpo distill_rollouts steps rl_num_iterations", ROUNDS | {"steps": 3, "num_batches": 2}),
     ],
 )
 def test_a_part_of_a_case_is_allowed(keys, settings):

@@ -59,7 +59,7 @@ def some_rollouts(temperature=1.0, count=9, old=1):
 def batch_of(rollouts, gains, rewards, align=1, spare=0):
     at = places([rollout.pairs for rollout in rollouts], LENGTH, align)
     rows = 1 + max(row for row, _ in at) + spare
-    return packed(rollouts, rewards, gains, at, rows, LENGTH)
+    return packed(rollouts, {"rewards": rewards, "advantages": gains}, at, rows, LENGTH)
 
 
 def expected(params, reference, rollouts, gains, rewards, objective):

@@ -39,7 +39,7 @@ def test_every_token_is_in_one_place(align, together):
     at = places([rollout.pairs for rollout in rollouts], 24, align, together=together)
     rows = 1 + max(row for row, _ in at)
     assert rows == 30 if not together else rows < 25
-    batch = packed(rollouts, rewards, gains, at, rows + 2, 24)
+    batch = packed(rollouts, {"rewards": rewards, "advantages": gains}, at, rows + 2, 24)
     assert not batch["inputs_segmentation"][rows:].any()
     assert batch["row"].tolist() == list(range(rows + 2))
     filled = 0

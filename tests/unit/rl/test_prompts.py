@@ -100,3 +100,32 @@ def test_an_update_has_rows_for_the_longest_completions(tmp_path, keys, needed):
     enough = config(gradient_accumulation_steps=8)
     check_rows(enough)
     assert [rows_for(enough, n) for n in (1, 4, 5, 8, 9, 16, 17, 32)] == [4, 4, 8, 8, 16, 16, 32, 32]
+
+
+MIXED = {"use_grpo": False, "reward_functions": [], "use_distill": True, "distill_rollouts": True} | ALL
+MIXED |= {"distill_rollouts_share": 0.5, "train_data_columns": "[q,a]", "eval_data_columns": "[q,a]"}
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_mixture_has_the_completions_of_the_data(tmp_path, chat):
+    rows = [{"q": "2+1=", "a": "3"}, {"q": [{"role": "user", "content": "1+1="}] if chat else "1+1=", "a": "22"}]
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+    template += "{% if add_generation_prompt %}<assistant>{% endif %}"
+    keys = MIXED | (
+        {"use_chat_template": True, "chat_template": f"'{template}'", "max_target_length": 64} if chat else {}
+    )
+    dataset, _ = opened(tmp_path, rows, **keys)
+    texts = [
+        [bytes(min(token, 255) for token in part).decode("latin-1") for part in (one.tokens, one.completion)]
+        for one in dataset.train.prompts
+    ]
+    if chat:
+        assert [text for _, text in texts] == ["3</s>", "22</s>"]
+        assert texts[1][0] == "<user>1+1=</s><assistant>"
+    else:
+        assert texts == [["\xff2+1=", "3\xff"], ["\xff1+1=", "22\xff"]]
+
+
+def test_a_mixture_needs_completions(tmp_path):
+    with pytest.raises(UserError, match="the completions for the other rounds are missing"):
+        opened(tmp_path, **MIXED | {"train_data_columns": "[q]", "eval_data_columns": "[q]"})

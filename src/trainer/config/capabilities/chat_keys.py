@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 
 from trainer.config.capabilities.token_keys import token_files
+from trainer.config.derived import has_rollouts
 from trainer.config.errors import shortened
 from trainer.config.key_rows import Check, Inert, Place, Row, refused
 from trainer.config.keys import Config
@@ -70,7 +71,7 @@ CHECKS: tuple[Check, ...] = (
 def columns_problem(config: Config, key: str) -> str | None:
     """Returns why the columns cannot contain documents, or conversations with use_sft; None if they can."""
     columns = config[key]
-    if config.use_grpo:
+    if has_rollouts(config):
         named = columns and all(columns) and len(set(columns)) == len(columns)
         return None if named else "must be the column of prompts, and those that reward functions read, each once"
     if config.use_sft and config.formatting_func_path:

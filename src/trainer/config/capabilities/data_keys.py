@@ -8,6 +8,7 @@ from typing import Any
 from trainer.config.capabilities.chat_keys import METHODS, columns_problem, functions_problem
 from trainer.config.capabilities.preference_keys import pair_columns_problem
 from trainer.config.capabilities.token_keys import token_files
+from trainer.config.derived import has_rollouts
 from trainer.config.errors import UserError, shortened
 from trainer.config.files import DEFAULT
 from trainer.config.json_files import read_object
@@ -110,7 +111,7 @@ def _passes(config: Config) -> str | None:
         why = "reuse_example_batch=1 trains on the first batch only"
     elif _compiles(config):
         why = "no data are read here"
-    elif config.use_grpo and config.num_batches > 0:
+    elif has_rollouts(config) and config.num_batches > 0:
         why = "num_batches ends the run"
     elif config.dataset_type == "grain" and (config.grain_train_mixture_config_path or ";" in config.grain_train_files):
         why = "each part of a mixture has passes of its own"
@@ -239,9 +240,9 @@ CHECKS: tuple[Check, ...] = (
         "the rows are prepared; set data_pipeline=prepared",
     ),
     refused(
-        ("prepared_path", "use_grpo"),
-        lambda c: c.prepared_path and c.use_grpo,
-        "trainer.grpo reads prompts, which are not prepared; leave prepared_path out, and name the prompts' files",
+        ("prepared_path", "use_grpo", "distill_rollouts"),
+        lambda c: c.prepared_path and has_rollouts(c),
+        "rollouts begin with prompts, which are not prepared; leave prepared_path out, and name the prompts' files",
     ),
     refused(
         ("drop_duplicates", "data_pipeline"),
@@ -249,9 +250,9 @@ CHECKS: tuple[Check, ...] = (
         "duplicates are found before training; set data_pipeline=prepared",
     ),
     refused(
-        ("drop_duplicates", "use_grpo"),
-        lambda c: c.drop_duplicates and c.use_grpo,
-        "trainer.grpo does not search its prompts for duplicates; leave drop_duplicates out",
+        ("drop_duplicates", "use_grpo", "distill_rollouts"),
+        lambda c: c.drop_duplicates and has_rollouts(c),
+        "prompts are not searched for duplicates; leave drop_duplicates out",
     ),
     refused(
         ("document_min_length", "document_max_length"),

@@ -1,12 +1,13 @@
 """Checks of the keys of text generation, and settings without effect."""
 
 from trainer.config.capabilities.latent_keys import is_latent
+from trainer.config.derived import has_rollouts
 from trainer.config.key_rows import Check, Inert, Resume, Row, refused
 
 # The strategies that read each key.
 TOP_K, NUCLEUS = ("topk", "composite"), ("nucleus", "composite")
 OF_CACHE = ("kv_quant_axis", "kv_quant_dtype")
-# The keys that determine which tokens are drawn. In reinforcement learning, drawing is a part of training.
+# The keys that determine which tokens are drawn. With rollouts, drawing is a part of training.
 DRAWN = (
     *("decode_sampling_strategy", "decode_sampling_temperature", "decode_sampling_top_k", "decode_sampling_nucleus_p"),
     *("decode_sampling_seed", "max_prefill_predict_length", "use_chat_template"),
@@ -54,7 +55,7 @@ INERT = (
     ),
     Inert(OF_CACHE, lambda c: not c.quantize_kvcache, "quantize_kvcache=false"),
     Inert(("kv_quant_axis",), is_latent, "latents have no heads"),
-    Inert(KEYS, lambda c: not c.prompt and not c.use_grpo, "prompt is empty"),
+    Inert(KEYS, lambda c: not c.prompt and not has_rollouts(c), "prompt is empty"),
     Inert(
         ("prompt", *KEYS),
         lambda c: c.dataset_type == "synthetic" and bool(c.prompt),

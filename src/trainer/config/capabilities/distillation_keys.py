@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from trainer.config.capabilities.chat_keys import DISTILL
 from trainer.config.capabilities.pipeline_keys import stages
+from trainer.config.capabilities.rl_keys import SAMPLED
 from trainer.config.derived import DCN, ICI
 from trainer.config.key_rows import Check, Inert, Place, Resume, Row, only_if, refused
 from trainer.config.keys import Config
@@ -55,8 +56,8 @@ def not_distilled(config: Config) -> list[str]:
 
 _KEYS: Sequence[str] = (
     *("teacher_path", "teacher_overrides", "teacher_memory_host_offload", "distill_loss", "distill_vocab_size"),
-    *(SAVE, SAVED, "teacher_logits_k"),
-    *("distill_jensen_shannon_weight", *(f"{key}{part}" for key in _SCHEDULES for part in ("", "_end", "_schedule"))),
+    *(SAVE, SAVED, "teacher_logits_k", "distill_rollouts", "distill_rollouts_share", "distill_jensen_shannon_weight"),
+    *(f"{key}{part}" for key in _SCHEDULES for part in ("", "_end", "_schedule")),
 )
 ROWS = (
     Row(("teacher_path",), path=Place.ANY),
@@ -89,12 +90,49 @@ _WITH_TEACHER: tuple[Check, ...] = (
     refused((SAVE, "supervise"), lambda c: c[SAVE] and c.supervise, "only training is supervised"),
     (("teacher_overrides",), _overrides),
     *map(_end, _SCHEDULES),
+    refused(
+        ("distill_loss", "distill_rollouts"),
+        lambda c: c.distill_loss == SAMPLED and not c.distill_rollouts,
+        "it is estimated from tokens that the student samples; set distill_rollouts=true, or take reverse_kl",
+    ),
+)
+_ON_ROLLOUTS: tuple[Check, ...] = (
+    refused(
+        (SAVE, SAVED),
+        lambda c: c[SAVE] or c[SAVED],
+        "logits are saved for rows of data, and the student's own texts change in each round; leave it out",
+    ),
+    refused(
+        ("use_sft",),
+        lambda c: c.use_sft,
+        "rollouts begin with prompts; leave it out, and set use_chat_template=true for a chat",
+    ),
+    refused(
+        ("distill_alpha", "distill_alpha_schedule", "distill_rollouts_share"),
+        lambda c: c.distill_rollouts_share == 1 and (c.distill_alpha, c.distill_alpha_schedule) != (1, "constant"),
+        "the student's own texts have no labels; set distill_alpha=1 distill_alpha_schedule=constant",
+    ),
+    refused(
+        ("distill_loss", "distill_rollouts_share"),
+        lambda c: c.distill_loss == SAMPLED and c.distill_rollouts_share < 1,
+        "the student does not sample the tokens of the data; take reverse_kl, or set distill_rollouts_share=1",
+    ),
+    refused(
+        ("distill_loss", "distill_temperature", "distill_temperature_schedule", "decode_sampling_temperature"),
+        lambda c: (
+            c.distill_loss == SAMPLED
+            and (c.distill_temperature, c.distill_temperature_schedule) != (c.decode_sampling_temperature, "constant")
+        ),
+        "tokens are sampled at decode_sampling_temperature; set distill_temperature, constant, to the same",
+    ),
 )
 CHECKS: tuple[Check, ...] = (
     *map(_range_of_end, _SCHEDULES),
     *only_if(lambda c: c.use_distill, _WITH_TEACHER, shown=("use_distill",)),
+    *only_if(lambda c: c.use_distill and c.distill_rollouts, _ON_ROLLOUTS, shown=("distill_rollouts",)),
 )
 INERT = (
+    Inert(("distill_rollouts_share",), lambda c: not c.distill_rollouts, "distill_rollouts=false"),
     Inert(_KEYS, lambda c: not c.use_distill, "use_distill=false"),
     Inert(("teacher_overrides", "teacher_memory_host_offload"), lambda c: c[SAVED], f"{SAVED} replaces the teacher"),
     Inert(("teacher_logits_k",), lambda c: not c[SAVE], f"{SAVE} is empty"),

@@ -1,15 +1,21 @@
 """The number of documents that share a row of training data. Kernels that know it need less memory and time."""
 
 from trainer.config.capabilities.token_keys import most_segments, token_files
+from trainer.config.derived import has_rollouts
 from trainer.config.keys import Config
 
 SYNTHETIC = 4  # documents in a synthetic row
+# The keys on which `most_documents` depends.
+OF_ROWS = (
+    *("use_grpo", "use_dpo", "use_distill", "distill_rollouts", "dataset_type", "grain_file_type", "packing"),
+    *("max_segments_per_seq", "max_target_length", "reset_attention_mask", "packing_max_segments_per_sample"),
+)
 
 
 def most_documents(config: Config) -> int | None:
     """Returns the maximum number of documents in a row of the data of `config`. 0: each row is one document without
     padding, except perhaps the last row of the data. None: unknown before the rows are made."""
-    if config.use_grpo:
+    if has_rollouts(config):
         return None
     if token_files(config):
         return most_segments(config) if config.reset_attention_mask else 0

@@ -5,16 +5,25 @@ from collections.abc import Callable
 from trainer.config.capabilities.chat_keys import functions_problem, not_texts
 from trainer.config.capabilities.expert_keys import drops
 from trainer.config.capabilities.quantization_keys import shares_scales
-from trainer.config.derived import has_dropout
+from trainer.config.derived import has_dropout, has_rollouts
 from trainer.config.dump import to_flow
 from trainer.config.key_rows import Check, Inert, Resume, Row, left_out, only_if, refused
 from trainer.config.keys import Config
 from trainer.config.numbers import multiples_around
 
+SAMPLED = "sampled_reverse_kl"  # the distill_loss that reads log-probabilities of rollouts
 NOT_COLUMNS = ("prompts", "completions")  # names of other arguments of reward functions
+_OF_ROUNDS = ("batch_size", "num_batches", "rollout_micro_batch_size", "rl_num_iterations")
 KEYS = (
-    *("batch_size", "num_batches", "rollout_micro_batch_size", "rl_num_generations", "rl_num_iterations"),
-    *("rl_grpo_beta", "rl_grpo_epsilon", "rl_epsilon_high", "rl_loss_algo", "rl_loss_agg_mode", "reward_functions"),
+    *(
+        "rl_num_generations",
+        "rl_grpo_beta",
+        "rl_grpo_epsilon",
+        "rl_epsilon_high",
+        "rl_loss_algo",
+        "rl_loss_agg_mode",
+        "reward_functions",
+    ),
 )
 _WORKERS = ("reward_num_workers", "reward_worker_timeout_seconds")
 # The defaults of trainer.grpo where they differ from base.yml's: completions are drawn from the model's unchanged
@@ -56,14 +65,16 @@ ROWS = (
     # The keys for where and how long reward functions run, and how many completions are generated at once.
     Row((*_WORKERS, "rollout_micro_batch_size"), Resume.AROUND, step=False),
 )
-_ALL: tuple[Check, ...] = (
+_REWARDED: tuple[Check, ...] = (
+    (("reward_functions",), _functions),
+    (("train_data_columns", "eval_data_columns"), _columns),
+)
+_IN_ROUNDS: tuple[Check, ...] = (
     refused(
         ("decode_sampling_strategy", "decode_sampling_temperature"),
         lambda c: c.decode_sampling_strategy == "greedy" or not c.decode_sampling_temperature,
         "the completions of a prompt would all be the same; draw them, as with weighted and temperature 1",
     ),
-    (("reward_functions",), _functions),
-    (("train_data_columns", "eval_data_columns"), _columns),
     (("max_prefill_predict_length", "max_target_length"), _room),
     _rounds("steps"),
     _rounds("checkpoint_period"),
@@ -73,16 +84,20 @@ _ALL: tuple[Check, ...] = (
     left_out("label_smoothing", "this smooths the loss of the next token"),
     left_out("quantize_kvcache", "log-probabilities of rollouts would be those of another model"),
 )
-CHECKS = only_if(lambda c: c.use_grpo, _ALL, shown=("use_grpo",))
+CHECKS = [
+    *only_if(lambda c: c.use_grpo, _REWARDED, shown=("use_grpo",)),
+    *only_if(has_rollouts, _IN_ROUNDS, shown=("use_grpo", "distill_rollouts")),
+]
 INERT = (
+    Inert(_OF_ROUNDS, lambda c: not has_rollouts(c), "use_grpo=false and distill_rollouts=false"),
     Inert(KEYS, lambda c: not c.use_grpo, "use_grpo=false"),
     Inert(_WORKERS, lambda c: not c.use_grpo and not c.eval_tasks, "use_grpo=false and eval_tasks is empty"),
+    Inert(("grain_packing_type", "max_segments_per_seq", "use_truncation"), has_rollouts, "rollouts are packed"),
     Inert(
-        ("grain_packing_type", "max_segments_per_seq", "use_truncation"), lambda c: c.use_grpo, "rollouts are packed"
+        ("steps",), lambda c: has_rollouts(c) and c.num_batches > 0, "num_batches x rl_num_iterations updates are made"
     ),
-    Inert(("steps",), lambda c: c.use_grpo and c.num_batches > 0, "num_batches x rl_num_iterations updates are made"),
-    Inert(("reuse_example_batch",), lambda c: c.use_grpo, "each round has prompts of its own"),
-    Inert(("data_pipeline", "grain_worker_count"), lambda c: c.use_grpo, "prompts are held in memory"),
+    Inert(("reuse_example_batch",), has_rollouts, "each round has prompts of its own"),
+    Inert(("data_pipeline", "grain_worker_count"), has_rollouts, "prompts are held in memory"),
 )
 
 
@@ -108,11 +123,12 @@ _DRIFTS: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
 
 def drifts(config: Config) -> list[str]:
     """Returns one line for each reason why the first update's log-probabilities differ from its rollouts'."""
+    reads = has_rollouts(config) and (config.use_grpo or config.distill_loss == SAMPLED)
     said = "in the first update of a round, log-probabilities differ from those of the rollouts by more than rounding"
     return [
         f"{' '.join(f'{key}={to_flow(config[key])}' for key in keys)}: {said}: {why}"
         for keys, when, why in _DRIFTS
-        if config.use_grpo and when(config)
+        if reads and when(config)
     ]
 
 
