@@ -17,6 +17,7 @@ from trainer.config.capabilities.chat_keys import SFT_DEFAULTS, not_conversation
 from trainer.config.capabilities.distillation_keys import not_distilled
 from trainer.config.capabilities.rl_keys import RL_DEFAULTS, not_prompts
 from trainer.config.errors import UserError, command_line, exit_on_user_error, report
+from trainer.config.help import question
 from trainer.config.keys import Config
 from trainer.config.load import Loaded, unchecked
 from trainer.grpo import GRPO
@@ -31,7 +32,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     words = command_line(argv)
     keys = [word for word in words if not word.startswith("--")]
     config = unchecked(keys, os.environ)
-    if any(word.partition("=")[0] == sft.SHOW for word in words) or config.use_sft:
+    shows = any(word.partition("=")[0] == sft.SHOW for word in words)
+    if shows and not config.use_sft and not question(words):
+        raise UserError(f"{sft.SHOW} shows conversations, and this command trains on documents; leave it out")
+    if config.use_sft:
         kind = CONVERSATIONS
     else:
         kind = ROLLOUTS if config.distill_rollouts else DOCUMENTS
@@ -49,7 +53,7 @@ def _save(run: Any, dataset: Any, say: Callable[[str], None]) -> None:
     from trainer.training.saved_logits import save_logits
     from trainer.training.start import other_arrays
 
-    save_logits(run, dataset, other_arrays(run, say), say)
+    save_logits(run, dataset, other_arrays(run, None, say), say)
 
 
 def _check_documents(config: Config) -> None:
@@ -71,15 +75,21 @@ def _check(config: Config, own: str, mistakes: list[str]) -> None:
 
 
 def _prepare_documents(loaded: Loaded, say: Callable[[str], None]) -> Mapping[str, Any]:
-    from trainer.weights.teacher import keys_of_tokenizers
+    from trainer.weights.teacher_files import keys_of_tokenizers
 
     return keys_of_tokenizers(loaded, say)
 
 
 def _prepare_conversations(loaded: Loaded, say: Callable[[str], None]) -> Mapping[str, Any]:
-    found = sft.prepare(loaded, say)
-    loaded.complete(found)
-    return {**found, **_prepare_documents(loaded, say)}
+    found: dict[str, Any] = {}
+    # A new student has the teacher's tokenizer.
+    steps = (
+        (sft.prepare, _prepare_documents) if loaded.config.load_parameters_path else (_prepare_documents, sft.prepare)
+    )
+    for step in steps:
+        found |= step(loaded, say)
+        loaded.complete(found)
+    return found
 
 
 def _rounds(

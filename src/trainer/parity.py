@@ -113,6 +113,8 @@ def _record(words: Sequence[str], options: Mapping[str, Any], own: Mapping[str, 
     _before([left])
     import jax
 
+    _read_teachers([left])
+
     from trainer.compare.programs import record_program
     from trainer.observe.text import si
     from trainer.training.build import build
@@ -156,6 +158,8 @@ def _compare(words: Sequence[str], options: Mapping[str, Any], own: Mapping[str,
     _before(sides)
     import jax
 
+    _read_teachers(sides)
+
     from trainer.compare.difference import Tolerance
     from trainer.compare.programs import compare_programs
     from trainer.training.build import build
@@ -173,6 +177,13 @@ def _before(sides: Sequence[Side]) -> None:
         )
     leave_out_absent_tpu()
     add_threads_for_simulated_devices()
+
+
+def _read_teachers(sides: Sequence[Side]) -> None:
+    from trainer.weights.teacher_files import with_teacher
+
+    for side in sides:
+        with_teacher(side.loaded)
 
 
 def _say(line: str) -> None:

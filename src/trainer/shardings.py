@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _models(sides: Sequence[Begun]) -> Callable[[Begun], Loaded]:
     _prepare([side.config for side in sides])
-    if not any(side.path for side in sides):
+    if not any(side.path or side.config.use_distill for side in sides):
         return Begun.end
     from trainer.weights.model_of_command import with_model
 

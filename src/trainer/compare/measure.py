@@ -34,7 +34,7 @@ from trainer.ops.paths import by_name
 from trainer.state.stages import abstract_layers, in_layers, in_stages
 from trainer.training.batches import placed
 from trainer.training.run import Run
-from trainer.training.start import Start
+from trainer.training.start import Start, other_arrays
 from trainer.training.step import dropout_key, make_gradients
 
 # Facts about the compiled step. Numbers are per device.
@@ -231,7 +231,7 @@ def gradients(program: Program, snapshot: Snapshot, batch: Batch, known: Shared)
     run = program.run
     tree = _forward(run, state(program, snapshot))
     fn = make_gradients(run.config, run.objective, run.param_shardings)
-    args = tree, placed(run, batch), run.frozen.make(tree.params)
+    args = tree, placed(run, batch), other_arrays(run, tree.params, lambda line: None)
     got = _compiled(known, run, fn, *args)(*args)
     grads = by_name(in_layers(run.config, got.grads))
     return Measured({"loss": {"loss": got.loss, **got.means}, "gradients": program.names.of(grads)})
@@ -245,7 +245,8 @@ def update(program: Program, snapshot: Snapshot, batch: Batch, known: Shared) ->
     """
     run = program.run
     text = _text(program)
-    compiled, frozen = run.compile(), run.frozen.make(_forward(run, state(program, snapshot)).params)
+    compiled, tree = run.compile(), _forward(run, state(program, snapshot))
+    frozen = other_arrays(run, tree.params, lambda line: None)
 
     def after(begin: Snapshot) -> tuple[Arrays, Arrays]:
         native, _ = compiled(state(program, begin), placed(run, batch), frozen)

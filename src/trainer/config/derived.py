@@ -92,6 +92,11 @@ def has_rollouts(config: Config) -> bool:
     return bool(config.use_grpo or (config.use_distill and config.distill_rollouts))
 
 
+def samples_divergence(config: Config) -> bool:
+    """Returns whether the divergence is estimated from the log-probabilities of rollouts."""
+    return bool(config.distill_loss == "sampled_reverse_kl")
+
+
 def rollouts_share(config: Config) -> float:
     """Returns the share of rounds in which the model writes the texts; the data have the texts of the others."""
     return config.distill_rollouts_share if config.use_distill else 1.0

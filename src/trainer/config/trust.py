@@ -11,7 +11,7 @@ from trainer.config.keys import Config
 from trainer.config.paths import path_problem
 from trainer.config.schema import Key, schema
 
-_STARTS = ("load_parameters_path", "load_full_state_path")
+_STARTS = ("load_parameters_path", "load_full_state_path", "teacher_path")
 _CODE = tuple(name for row in ROWS if row.code for name in row.names)
 _READ = ("tokenizer_path", "hf_path", "dataset_path")
 
@@ -38,8 +38,11 @@ def foreign_code(
     first = next((i for i, yml in enumerate(chain) if any(_foreign(yml, *key) for key in paths.items())), len(chain))
     lines = []
     for name, where in changed.items():
-        if where != COMMAND_LINE and file_of(where) in chain[first:] and names_code(keys[name], config[name]):
-            lines.append(_refusal(name, config[name], where))
+        if where == COMMAND_LINE or file_of(where) not in chain[first:]:
+            continue
+        given = config[name]
+        parts = given.items() if name == "teacher_overrides" else ((name, given),)
+        lines += [_refusal(key, value, where) for key, value in parts if key in keys and names_code(keys[key], value)]
     return lines
 
 

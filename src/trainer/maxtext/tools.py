@@ -12,7 +12,6 @@ from trainer.config.errors import shortened
 from trainer.config.maxtext import base_yml, verdicts
 from trainer.config.scale import factors
 from trainer.config.schema import schema
-from trainer.maxtext import distillation
 from trainer.maxtext.command_line import Command
 from trainer.maxtext.convert import EXPORT, SAME_WORDS, Conversion, convert, preset_words
 from trainer.maxtext.parameters import of_parameters
@@ -24,7 +23,7 @@ def converted(command: Command, runs: str, version: str = "") -> Conversion:
     """Returns our command for `command`. `runs`: our program in its place, or our complete command. `version`: see
     `convert`."""
     if runs == DISTILL:
-        return distillation.converted(command, version)
+        return distill_command.converted(command, version)
     return convert(command, runs, version) if runs in SAME_WORDS else _filled(command, runs)
 
 

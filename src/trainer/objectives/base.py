@@ -82,7 +82,7 @@ class Frozen(NamedTuple):
       make: returns the arrays, given `abstract` with a sharding at each leaf. Since no checkpoint contains the arrays,
         it is called at the start of every process, and must return the same arrays in a resumed run. None: the arrays
         are those at `place` or, without it, the parameters with which the run began (`first_parameters`).
-      place: the key that names the folder with the weights, if they are a teacher's (`weights.teacher`).
+      place: the key that names the folder with the weights, if they are a teacher's (`weights.teacher_files`).
       on_host: whether the arrays are stored in host memory.
       flops: the FLOPs for one token of a step that only these arrays need.
     """

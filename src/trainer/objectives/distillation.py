@@ -94,7 +94,6 @@ class Distillation(NextToken):
     temperature: Schedule
     vocab_size: int  # the number of the student's tokens
 
-    reads: ClassVar[tuple[str, ...]] = NextToken.reads
     compared: ClassVar[tuple[str, ...]] = ("targets",)  # fields of a batch that the comparison reads
 
     @property
@@ -117,9 +116,8 @@ class Distillation(NextToken):
 
     def weights(self, batch: Batch) -> Weights:
         terms, tokens = super().weights(batch)
-        with_target = self._bears_loss(batch) & (batch["targets"] < self.teacher.vocab_size)
         counts = dict.fromkeys(("distill_loss", "label_loss", "divergence"), tokens)
-        return Weights(terms | counts | {"teacher_lm_loss": jnp.sum(with_target, dtype=jnp.int32)}, tokens)
+        return Weights(terms | counts | {"teacher_lm_loss": jnp.sum(self._in_both(batch), dtype=jnp.int32)}, tokens)
 
     def of_hidden(
         self, params: Any, rest: Any, hidden_bte: jax.Array, batch: Batch, **others: Any
@@ -133,13 +131,12 @@ class Distillation(NextToken):
         known = self._known(batch)
         sums = {name: jnp.sum(jnp.where(bears_loss, term, 0)) for name, term in terms.items()}
         divergence = jnp.sum(jnp.where(known, compared.divergence, 0))
-        with_target = bears_loss & (batch["targets"] < self.teacher.vocab_size)
         measured = {
             "lm_loss": sums.pop("lm_loss"),
             "divergence": divergence,
         }
         if compared.teacher_nll is not None:
-            measured["teacher_lm_loss"] = jnp.sum(jnp.where(with_target, compared.teacher_nll, 0))
+            measured["teacher_lm_loss"] = jnp.sum(jnp.where(self._in_both(batch), compared.teacher_nll, 0))
         minimized = {
             "distill_loss": alpha * temperature**2 * divergence,
             "label_loss": (1 - alpha) * measured["lm_loss"],
@@ -190,6 +187,10 @@ class Distillation(NextToken):
         """Returns whether a token bears loss and has a divergence, bool [b, t]."""
         bears_loss = self._bears_loss(batch)
         return bears_loss & (batch[KNOWN] != 0) if self.derived else bears_loss
+
+    def _in_both(self, batch: Batch) -> jax.Array:
+        """Returns whether the teacher can read the text before a token that both models have, bool [b, t]."""
+        return Distillation._known(self, batch) & (batch["targets"] < self.teacher.tokens)
 
     def _bears_loss(self, batch: Batch) -> jax.Array:
         return batch["targets_segmentation"] != 0

@@ -48,6 +48,8 @@ class MultiToken:
 
     def __getattr__(self, name: str) -> Any:
         """Returns an optional attribute of `Objective` from `next_token`."""
+        if name.startswith("__"):  # of copies, which do not have the wrapped objective yet
+            raise AttributeError(name)
         return getattr(self.next_token, name)
 
     @property

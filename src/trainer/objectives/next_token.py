@@ -90,5 +90,5 @@ class NextToken:
         sums = self.sums(params, rest, batch, key=None, **others)
         terms, tokens = self.weights(batch)
         nats = Mean((sums.minimized | sums.measured)["lm_loss"], tokens)
-        others = {name: Mean(total, terms[name]) for name, total in sums.measured.items() if name != "lm_loss"}
-        return Evaluation(tokens, nats, nats, others or None)
+        means = {name: Mean(total, terms[name]) for name, total in sums.measured.items() if name != "lm_loss"}
+        return Evaluation(tokens, nats, nats, means or None)

@@ -5,8 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from trainer.config.capabilities.expert_keys import has_experts
-from trainer.config.capabilities.rl_keys import SAMPLED
-from trainer.config.derived import has_reference, has_rollouts, policy_temperature
+from trainer.config.derived import has_reference, has_rollouts, policy_temperature, samples_divergence
 from trainer.config.keys import Config
 from trainer.models.transformer import head_matrix
 from trainer.objectives.base import Objective
@@ -57,7 +56,7 @@ def _distillation(config: Config, teacher: Any, *shared: Any) -> Distillation:
     if isinstance(teacher, SavedTeacher):
         return SavedDistillation(*shared, **own)
     if has_rollouts(config):
-        return OnPolicy(*shared, **own, sampled=config.distill_loss == SAMPLED)
+        return OnPolicy(*shared, **own, sampled=samples_divergence(config))
     return Distillation(*shared, **own)
 
 

@@ -44,6 +44,8 @@ class WithRouters:
 
     def __getattr__(self, name: str) -> Any:
         """Returns an optional attribute of `Objective` from the wrapped objective."""
+        if name.startswith("__"):  # of copies, which do not have the wrapped objective yet
+            raise AttributeError(name)
         return getattr(self.objective, name)
 
     def weights(self, batch: Batch) -> Weights:

@@ -19,7 +19,7 @@ from trainer.observe.lines import (
     evaluation_fields,
     evaluation_line,
     has_loss,
-    last_rewards,
+    last_measured,
     step_fields,
     step_line,
 )
@@ -130,7 +130,7 @@ class Console:
             rows.append(("skipped", f"{counted(self._without_loss, 'update')} whose batch had no token with a loss"))
         if pace.steps:
             step_time, tokens = pace.medians()
-            rows += last_rewards(self._last, self._evaluated).items()
+            rows += last_measured(self._last, self._evaluated).items()
             rows.append(("speed", f"{rate(tokens)}, {short_time(step_time)} per step (medians)"))
             if has_loss(self._last):
                 rows.append(("last loss", f"{self._last['loss']:.4f}"))

@@ -23,8 +23,8 @@ _MEASURED = {
 }
 
 
-def last_rewards(row: Mapping[str, Any], evaluated: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the rewards of a run's last step and of its last evaluation, by name."""
+def last_measured(row: Mapping[str, Any], evaluated: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the measured terms of a run's last step and of its last evaluation, by name."""
     lines = {}
     for name, (word, form) in _MEASURED.items():
         if name in row:

@@ -11,7 +11,7 @@ import numpy as np
 from trainer.config.errors import UserError
 from trainer.config.saved import read_saved
 from trainer.observe.goodput import GOODPUT_FILE, Goodput, read_goodput
-from trainer.observe.lines import has_loss, last_rewards
+from trainer.observe.lines import has_loss, last_measured
 from trainer.observe.metrics import METRICS_FILE, read_rows
 from trainer.observe.rollouts import newest_rollouts
 from trainer.observe.rundir import CONFIG_FILE, SAMPLES_FILE
@@ -87,7 +87,7 @@ class Record:
         lines = {"updates": f"{done:,}" + (f" of {total:,}" if isinstance(total, int) and total else "")}
         if not self._last:
             return lines
-        lines |= last_rewards(self._last, self._evaluated)
+        lines |= last_measured(self._last, self._evaluated)
         lines["trained tokens"] = f"{self.sums['tokens']:,.0f}"
         if self.step_times and self._rates:
             speed, each = float(np.median(self._rates)), float(np.median(self.step_times))

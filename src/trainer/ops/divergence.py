@@ -63,4 +63,5 @@ def _kl(log_p: jax.Array, log_q: jax.Array) -> jax.Array:
 
 
 def _log_softmax(logits: jax.Array) -> jax.Array:
-    return jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    # Logits of -inf would give 0 x inf.
+    return jax.nn.log_softmax(jnp.maximum(logits.astype(jnp.float32), _ABSENT), axis=-1)

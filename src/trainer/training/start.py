@@ -34,8 +34,9 @@ from trainer.state.diloco import like_islands, without_islands
 from trainer.state.stages import abstract_layers, in_layers, in_stages
 from trainer.training.finite import names_not_finite
 from trainer.training.run import Run
+from trainer.training.step import all_finite
 from trainer.weights.load import initial_parameters, load_parameters
-from trainer.weights.teacher import load_teacher
+from trainer.weights.teacher_files import load_teacher
 
 Say = Callable[[str], None]
 _LOADED = "load_parameters_path"
@@ -81,7 +82,7 @@ def start(
         )
     if manager is not None and manager.latest is not None:
         path = manager.path(manager.latest)
-        frozen = _reference(run, path, say, given) if run.frozen.of_parameters else other_arrays(run, say)
+        frozen = _reference(run, path, say, given) if run.frozen.of_parameters else other_arrays(run, None, say)
         begin = _continued(run, dataset, path, say, schedule_given, given)._replace(frozen=frozen)
         if begin.reference is not None:
             which = "teacher" if run.frozen.place else "reference"
@@ -95,16 +96,26 @@ def start(
     place = _LOADED if run.frozen.of_parameters else run.frozen.place
     if not place:
         return begin._replace(frozen=run.frozen.make())
-    frozen = other_arrays(run, say) if run.frozen.place else run.frozen.make(_parameters(run, begin.state))
+    frozen = other_arrays(run, _parameters(run, begin.state), say)
     return begin._replace(frozen=frozen, reference=base_of(config[place], _named(run, frozen)))
 
 
-def other_arrays(run: Run, say: Say) -> Any:
-    """Returns the arrays that the objective reads, if they are not the run's first parameters."""
+def other_arrays(run: Run, params: Any, say: Say) -> Any:
+    """Returns the arrays that the objective reads in addition to the train state. `params`: see `FrozenArrays.make`.
+
+    Raises:
+      UserError: there is no teacher, or it contains a NaN or an infinity.
+    """
     if not run.frozen.place:
-        return run.frozen.make()
+        return run.frozen.make(params)
     objective: Any = run.objective
-    return load_teacher(run.config[run.frozen.place], objective.teacher.config, run.frozen.abstract, say)
+    path = run.config[run.frozen.place]
+    if not path:
+        raise UserError(f"{run.frozen.place} is empty; give the teacher's folder")
+    found = load_teacher(path, objective.teacher.config, run.frozen.abstract, say)
+    if not jax.jit(lambda arrays: all_finite(run.frozen.fetch(arrays)))(found):
+        raise UserError(f"{run.frozen.place}={path}: the teacher contains a NaN or an infinity")
+    return found
 
 
 def _named(run: Run, frozen: Any) -> dict[Path, Any]:

@@ -8,7 +8,7 @@ from trainer.backends.registry import make_model
 from trainer.config.errors import UserError
 from trainer.config.keys import Config
 from trainer.config.resolve import resolve
-from trainer.config.teacher import teacher_values
+from trainer.config.shared_keys import teacher_values
 from trainer.models.families import axis_rules, forward_flops_per_token
 from trainer.objectives.base import Frozen
 from trainer.objectives.distillation import PARAMS, REST, Teacher
@@ -22,13 +22,15 @@ def make_teacher(config: Config, devices: Sequence[jax.Device], rules: Rules) ->
     of the teacher's family. No weights are read. With teacher_logits_path, the teacher is its saved logits.
 
     Raises:
-      UserError: `config` does not contain the teacher's keys (`weights.teacher`), or they do not fit the mesh.
+      UserError: `config` does not contain the teacher's keys (`weights.teacher_files`), or they do not fit the mesh.
     """
     if config.teacher_logits_path:
         return _saved(config), rules
     own = _teacher_config(config, devices)
     model = make_model(own)
     (params, rest), tokens = model.abstract, min(config.vocab_size, own.vocab_size)
+    if config.distill_vocab_size > tokens:
+        raise UserError(f"distill_vocab_size={config.distill_vocab_size}: one of the models has only {tokens} tokens")
     frozen = Frozen(
         {PARAMS: params, REST: rest},
         {PARAMS: model.param_axes, REST: model.rest_axes},
@@ -41,7 +43,7 @@ def make_teacher(config: Config, devices: Sequence[jax.Device], rules: Rules) ->
         config=own,
         apply=model.apply,
         frozen=frozen,
-        tokens=tokens if config.distill_vocab_size < 0 else min(tokens, config.distill_vocab_size),
+        tokens=tokens if config.distill_vocab_size < 0 else config.distill_vocab_size,
         tiling=make_tiling(own, model),
     ), _joint(rules, axis_rules(own), own.decoder_block)
 

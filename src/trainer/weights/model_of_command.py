@@ -28,7 +28,7 @@ from trainer.runtime.folders import read_bounded
 from trainer.runtime.storage import files_below, is_remote, mirror
 from trainer.weights.model_keys import MODEL, check_same_model, resolved_alone
 from trainer.weights.open import open_adapters, open_source
-from trainer.weights.teacher import with_teacher
+from trainer.weights.teacher_files import with_teacher
 
 _ADAPTERS = (
     "lora_rank",

@@ -37,7 +37,7 @@ from trainer.training.build import build
 from trainer.training.step import make_gradients
 from trainer.weights.model_keys import load_model_keys
 from trainer.weights.open import open_source, weight_shapes
-from trainer.weights.teacher import load_teacher, with_teacher
+from trainer.weights.teacher_files import load_teacher, with_teacher
 
 TESTS = Path(__file__).parents[2]
 GOLDEN, MODEL = json.loads((TESTS / "distillation" / "trl.json").read_text()), TESTS / "goldens" / "llama"

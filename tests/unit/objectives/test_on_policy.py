@@ -1,6 +1,7 @@
 """The estimate of the reverse KL divergence from sampled tokens."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,8 @@ def apply(logits, rest, *inputs, method=None, **others):
 
 
 def loss_of(kind, vocab, **own):
-    teacher = Teacher(apply, Frozen(None, None, None), TOKENS, TOKENS, None)
+    model = types.SimpleNamespace(vocab_size=TOKENS)
+    teacher = Teacher(model, apply, Frozen(None, None, None), TOKENS, None)
     constant = functools.partial(Schedule, shape="constant", steps=1)
     both = {"alpha": constant(1.0, 1.0), "temperature": constant(T, T)}
     objective = kind(apply, teacher=teacher, divergence=reverse_kl, vocab_size=vocab, **both, **own)

@@ -17,7 +17,7 @@ from trainer.data.teacher_logits import with_logits
 from trainer.training.batches import placed
 from trainer.training.build import build
 from trainer.training.saved_logits import save_logits
-from trainer.weights.teacher import with_teacher
+from trainer.weights.teacher_files import with_teacher
 
 SIZE, ROWS = 10, 4
 TEACHER = {"base_emb_dim": 32, "base_mlp_dim": 16, "vocab_size": 64, "base_num_decoder_layers": 1}

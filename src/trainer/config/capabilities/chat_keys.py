@@ -108,7 +108,8 @@ def not_texts(config: Config, what: str, example: str) -> list[str]:
             for key in ("tokenize_train_data", "tokenize_eval_data")
             if not config[key]
         ]
-    if not config.tokenizer_path and config.tokenizer_type != "bytes" and not config.load_parameters_path:
+    model = config.load_parameters_path or (config.use_distill and config.teacher_path)
+    if not config.tokenizer_path and config.tokenizer_type != "bytes" and not model:
         lines.append(
             f"tokenizer_path is empty, and a tokenizer is not trained on {what}; give the model to "
             "fine-tune, load_parameters_path=FOLDER, or its tokenizer, tokenizer_path=FOLDER"

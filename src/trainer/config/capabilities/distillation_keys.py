@@ -4,24 +4,25 @@ from collections.abc import Sequence
 
 from trainer.config.capabilities.chat_keys import DISTILL
 from trainer.config.capabilities.pipeline_keys import stages
-from trainer.config.capabilities.rl_keys import SAMPLED
-from trainer.config.derived import DCN, ICI
+from trainer.config.derived import DCN, ICI, samples_divergence
 from trainer.config.key_rows import Check, Inert, Place, Resume, Row, only_if, refused
 from trainer.config.keys import Config
 from trainer.config.schema import schema
-from trainer.config.teacher import SHARED
+from trainer.config.shared_keys import SHARED
 
-_ELSEWHERE = {"load_parameters_path": "teacher_path"}
 SAVE, SAVED = "save_teacher_logits", "teacher_logits_path"
 _SCHEDULES = ("distill_alpha", "distill_temperature")
 
 
 def _overrides(config: Config) -> str | None:
     for name in config.teacher_overrides:
-        if name in _ELSEWHERE:
-            return f"{name} is the student's; the teacher's is {_ELSEWHERE[name]}"
+        if name == "load_parameters_path":
+            return f"{name} is the student's; the teacher's is teacher_path"
         if name in SHARED:
             return f"{name} has the same value for student and teacher; set it outside"
+        key = schema().keys.get(name)
+        if name == "mtp_num_layers" or key is None or (key.section != "Model" and name != "model_name"):
+            return f"{name} is no key of the teacher's model (python -m trainer.train --help Model)"
     return None
 
 
@@ -60,11 +61,11 @@ _KEYS: Sequence[str] = (
     *(f"{key}{part}" for key in _SCHEDULES for part in ("", "_end", "_schedule")),
 )
 ROWS = (
-    Row(("teacher_path",), path=Place.ANY),
+    Row(("teacher_path",), step=False, path=Place.BUCKET),
     Row(("teacher_memory_host_offload",), Resume.SAME_BITS),
-    Row((SAVED,), path=Place.LOCAL),
+    Row((SAVED,), step=False, path=Place.LOCAL),
     Row((SAVE,), Resume.AROUND, step=False, path=Place.LOCAL),
-    Row(("teacher_logits_k",), Resume.AROUND, step=False),
+    Row(("teacher_logits_k",), Resume.AROUND),
 )
 _WITH_TEACHER: tuple[Check, ...] = (
     refused(
@@ -79,7 +80,7 @@ _WITH_TEACHER: tuple[Check, ...] = (
     ),
     refused(
         ("distill_alpha", "distill_alpha_schedule"),
-        lambda c: not c.distill_alpha and c.distill_alpha_schedule == "constant",
+        lambda c: not c.distill_alpha and (c.distill_alpha_schedule == "constant" or not c.distill_alpha_end),
         "nothing would be learned from the teacher; trainer.train trains without one",
     ),
     refused(
@@ -92,7 +93,7 @@ _WITH_TEACHER: tuple[Check, ...] = (
     *map(_end, _SCHEDULES),
     refused(
         ("distill_loss", "distill_rollouts"),
-        lambda c: c.distill_loss == SAMPLED and not c.distill_rollouts,
+        lambda c: samples_divergence(c) and not c.distill_rollouts,
         "it is estimated from tokens that the student samples; set distill_rollouts=true, or take reverse_kl",
     ),
 )
@@ -114,13 +115,13 @@ _ON_ROLLOUTS: tuple[Check, ...] = (
     ),
     refused(
         ("distill_loss", "distill_rollouts_share"),
-        lambda c: c.distill_loss == SAMPLED and c.distill_rollouts_share < 1,
+        lambda c: samples_divergence(c) and c.distill_rollouts_share < 1,
         "the student does not sample the tokens of the data; take reverse_kl, or set distill_rollouts_share=1",
     ),
     refused(
         ("distill_loss", "distill_temperature", "distill_temperature_schedule", "decode_sampling_temperature"),
         lambda c: (
-            c.distill_loss == SAMPLED
+            samples_divergence(c)
             and (c.distill_temperature, c.distill_temperature_schedule) != (c.decode_sampling_temperature, "constant")
         ),
         "tokens are sampled at decode_sampling_temperature; set distill_temperature, constant, to the same",

@@ -5,13 +5,12 @@ from collections.abc import Callable
 from trainer.config.capabilities.chat_keys import functions_problem, not_texts
 from trainer.config.capabilities.expert_keys import drops
 from trainer.config.capabilities.quantization_keys import shares_scales
-from trainer.config.derived import has_dropout, has_rollouts
+from trainer.config.derived import has_dropout, has_rollouts, samples_divergence
 from trainer.config.dump import to_flow
 from trainer.config.key_rows import Check, Inert, Resume, Row, left_out, only_if, refused
 from trainer.config.keys import Config
 from trainer.config.numbers import multiples_around
 
-SAMPLED = "sampled_reverse_kl"  # the distill_loss that reads log-probabilities of rollouts
 NOT_COLUMNS = ("prompts", "completions")  # names of other arguments of reward functions
 _OF_ROUNDS = ("batch_size", "num_batches", "rollout_micro_batch_size", "rl_num_iterations")
 KEYS = (
@@ -123,7 +122,7 @@ _DRIFTS: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
 
 def drifts(config: Config) -> list[str]:
     """Returns one line for each reason why the first update's log-probabilities differ from its rollouts'."""
-    reads = has_rollouts(config) and (config.use_grpo or config.distill_loss == SAMPLED)
+    reads = has_rollouts(config) and (config.use_grpo or samples_divergence(config))
     said = "in the first update of a round, log-probabilities differ from those of the rollouts by more than rounding"
     return [
         f"{' '.join(f'{key}={to_flow(config[key])}' for key in keys)}: {said}: {why}"

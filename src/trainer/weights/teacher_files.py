@@ -10,7 +10,7 @@ from trainer.config.errors import UserError
 from trainer.config.keys import Config
 from trainer.config.load import Loaded, load
 from trainer.config.schema import schema
-from trainer.config.teacher import SHARED
+from trainer.config.shared_keys import SHARED
 from trainer.config.tokenizer_files import has_tokenizer
 from trainer.data.teacher_logits import SavedLogits
 from trainer.data.tokenizer_files import load_tokenizer
@@ -84,22 +84,27 @@ def keys_of_tokenizers(loaded: Loaded, say: Callable[[str], None]) -> dict[str, 
       UserError: the vocabularies differ.
     """
     config, found = loaded.config, dict[str, Any]()
-    if config.distill_vocab_size >= 0 or config.dataset_type == "synthetic" or config.teacher_logits_path:
+    if config.dataset_type == "synthetic" or config.teacher_logits_path:
         return found
-    place = _source(config).tokenizer
-    if is_remote(place) or not has_tokenizer(place, "auto"):
-        say(f"warning: {place} has no tokenizer: that the student has the same vocabulary is not checked")
-        return found
-    path = loaded.tokenizer or config.tokenizer_path
+    place, path = _source(config).tokenizer, loaded.tokenizer or config.tokenizer_path
+    there = not is_remote(place) and has_tokenizer(place, "auto")
+    why = f"{place} is in a bucket and not read" if is_remote(place) else f"{place} has no tokenizer"
     if not path and config.tokenizer_type != "bytes":
         if token_files(config):
             say("warning: tokenizer_path is empty: that the student has the teacher's vocabulary is not checked")
             return found
+        if not there:
+            raise UserError(f"tokenizer_path is empty, and {why}; give the teacher's tokenizer, tokenizer_path=FOLDER")
         path = found["tokenizer_path"] = str(place)
         say(f"tokenizer_path={path}: the tokenizer of the teacher, because the student has none")
+    if config.distill_vocab_size >= 0:
+        return found
+    if not there:
+        say(f"warning: {why}: that the student has the same vocabulary is not checked")
+        return found
     ends = {"add_bos": config.add_bos, "add_eos": config.add_eos}
     student, teacher = load_tokenizer(path, config.tokenizer_type, **ends), load_tokenizer(str(place), "auto", **ends)
-    shared = shared_tokens(student, teacher)
+    shared = shared_tokens(student, teacher, (f"tokenizer_path={path}", f"the teacher's tokenizer {place}"))
     if shared.note:
         say(shared.note)
     return found | ({"distill_vocab_size": shared.tokens} if shared.student != shared.teacher else {})

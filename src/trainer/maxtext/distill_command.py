@@ -19,7 +19,7 @@ from trainer.config.load import Loaded
 from trainer.config.maxtext import verdicts
 from trainer.config.plain_yaml import compose, construct
 from trainer.config.schema import schema
-from trainer.config.teacher import SHARED
+from trainer.config.shared_keys import SHARED
 from trainer.config.values import read_text
 from trainer.maxtext.command_line import Command
 from trainer.maxtext.convert import EXPORT, Conversion, convert

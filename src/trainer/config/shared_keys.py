@@ -25,8 +25,8 @@ SHARED = (
 
 def teacher_values(config: Config) -> dict[str, Any]:
     """Returns the teacher's keys, not resolved. `config`: the student's, resolved, with all keys of the teacher's model
-    in teacher_overrides (`weights.teacher`)."""
-    overrides: Any = dict(config.teacher_overrides)
+    in teacher_overrides (`weights.teacher_files`)."""
+    overrides: Any = {name: value for name, value in config.teacher_overrides.items() if value != "auto"}
     dtype = overrides.get("dtype", config.dtype)
     values = {name: key.default for name, key in schema().keys.items()}
     # No update needs a more precise dtype for the weights.
