@@ -35,10 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     shows = any(word.partition("=")[0] == sft.SHOW for word in words)
     if shows and not config.use_sft and not question(words):
         raise UserError(f"{sft.SHOW} shows conversations, and this command trains on documents; leave it out")
-    if config.use_sft:
-        kind = CONVERSATIONS
-    else:
-        kind = ROLLOUTS if config.distill_rollouts else DOCUMENTS
+    kind = CONVERSATIONS if config.use_sft else ROLLOUTS if config.distill_rollouts else DOCUMENTS
     if config.save_teacher_logits:
         if DRY_RUN in words:
             raise UserError(f"{DRY_RUN} is for training; leave it out, or save_teacher_logits")
@@ -82,10 +79,9 @@ def _prepare_documents(loaded: Loaded, say: Callable[[str], None]) -> Mapping[st
 
 def _prepare_conversations(loaded: Loaded, say: Callable[[str], None]) -> Mapping[str, Any]:
     found: dict[str, Any] = {}
-    # A new student has the teacher's tokenizer.
-    steps = (
-        (sft.prepare, _prepare_documents) if loaded.config.load_parameters_path else (_prepare_documents, sft.prepare)
-    )
+    steps = [sft.prepare, _prepare_documents]
+    if not loaded.config.load_parameters_path:  # a new student, which has the teacher's tokenizer
+        steps.reverse()
     for step in steps:
         found |= step(loaded, say)
         loaded.complete(found)

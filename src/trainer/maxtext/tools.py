@@ -12,6 +12,7 @@ from trainer.config.errors import shortened
 from trainer.config.maxtext import base_yml, verdicts
 from trainer.config.scale import factors
 from trainer.config.schema import schema
+from trainer.maxtext import distill_command
 from trainer.maxtext.command_line import Command
 from trainer.maxtext.convert import EXPORT, SAME_WORDS, Conversion, convert, preset_words
 from trainer.maxtext.parameters import of_parameters

@@ -13,7 +13,6 @@ from trainer.observe.text import Field, clock, perplexity, short_time, si
 FIRST_STEPS = 2
 # The weight of the newest step in the smoothed step time.
 SMOOTHING = 0.05
-# Rewards, by their fields in a row: the word and the form for a terminal.
 # Measured terms in a line: the word and the format.
 _MEASURED = {
     "divergence": ("divergence", ".3f"),

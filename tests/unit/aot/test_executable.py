@@ -227,6 +227,8 @@ READ_BESIDES = {
     "eval_per_device_batch_size",
     "hardware",
     *("load_parameters_path", "load_full_state_path"),  # in checks of the masks that a checkpoint has
+    *("teacher_path", "teacher_logits_path"),  # the name of a key, and whether there are saved logits
+    "rl_num_generations",  # the engine's, not the step's
     "lora_restore_path",  # in a check of keys without effect
     "model_name",  # MaxText's key of this name, in what a family says about MaxText
     "mtp_eval_target_module",

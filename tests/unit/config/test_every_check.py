@@ -183,7 +183,7 @@ CASES = {
     "use_distill distill_temperature_schedule distill_temperature_end": [
         TAUGHT | {"distill_temperature_schedule": "cosine"}
     ],
-    "teacher_path": [{"teacher_path": "a\0"}],
+    "teacher_path": [{"teacher_path": it} for it in ("s3://b/x", "a\0")],
     "distill_alpha_end": [{"distill_alpha_end": 1.5}],
     "distill_temperature_end": [{"distill_temperature_end": 0.0}],
     "dpo_max_prompt_length": [{"dpo_max_prompt_length": 0}],
@@ -247,6 +247,7 @@ CASES = {
         for key in ("enable_diloco", "mtp_num_layers", "z_loss_multiplier", "label_smoothing", "quantize_kvcache")
     },
     "use_distill distill_loss distill_rollouts": [{"use_distill": True} | SAMPLED],
+    "distill_rollouts save_teacher_logits teacher_logits_path": [OWN_TEXTS | {"save_teacher_logits": "a"}],
     "distill_rollouts use_sft": [OWN_TEXTS | {"use_sft": True}],
     "distill_rollouts distill_alpha distill_alpha_schedule distill_rollouts_share": [
         OWN_TEXTS | {"distill_alpha": 0.5}

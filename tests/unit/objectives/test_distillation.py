@@ -3,6 +3,7 @@
 `ops/test_divergence.py` compares the divergences themselves with their definitions.
 """
 
+import copy
 import dataclasses
 import json
 from functools import cache
@@ -234,6 +235,9 @@ def test_a_teacher_with_fewer_or_more_tokens(vocab_size):
     assert known.sum() < real.sum() if vocab_size < 64 else (known == real).all()
     expected = np.sum(np.exp(log_p) * (log_p - log_q), -1)[known].sum() / real.sum()
     assert found.means["divergence"] == pytest.approx(expected, rel=2e-5)
+    in_both = known & (batch["targets"] < shared)
+    nll = -np.take_along_axis(log_softmax(theirs), np.minimum(batch["targets"], vocab_size - 1)[..., None], -1)[..., 0]
+    assert found.means["teacher_lm_loss"] == pytest.approx(nll[in_both].mean(), rel=2e-5)
     assert (KNOWN in run.objective.prepare(batch)) == (vocab_size < 64)
 
 
@@ -256,9 +260,16 @@ def reference_text(**keys):
     return lowered_update(built(ALL_COMBINATIONS[0], **keys)).as_text()
 
 
+def test_objectives_that_wrap_others_can_be_copied():
+    run = built(mtp_num_layers=1)
+    assert copy.copy(run.objective).teacher is run.objective.teacher
+
+
 @pytest.mark.parametrize(
     ("keys", "problem"),
     [
+        ({"distill_vocab_size": 65}, "one of the models has only 64 tokens"),
+        ({"teacher_overrides": {"steps": 5}}, "steps is no key of the teacher's model"),
         ({"distill_alpha": 0.0}, "nothing would be learned"),
         ({"use_dpo": True, "dataset_type": "grain"}, "use_dpo=true"),
         ({"ici_pipeline_parallelism": 2}, "does not run in a pipeline"),
