@@ -7,6 +7,7 @@ from trainer.config.capabilities.data_keys import without_rows
 from trainer.config.capabilities.token_keys import token_files
 from trainer.config.dump import as_words
 from trainer.config.errors import UserError
+from trainer.config.flags import FLAGS
 from trainer.config.keys import Config
 from trainer.config.load import Loaded, load
 from trainer.config.schema import schema
@@ -26,7 +27,7 @@ _PRESET = "teacher_overrides={model_name: NAME}"
 _MODULES = "mtp_num_layers"  # the student learns nothing from modules of multi-token prediction
 _ALWAYS = ("decoder_block", "vocab_size")
 # Shared keys that a model is checked with here. The others need the devices.
-_CHECKED = ("enable_nnx", "pure_nnx_decoder", "pure_nnx", "max_target_length", "packing", "batch_invariant")
+_CHECKED = (*FLAGS, "max_target_length", "packing", "batch_invariant")
 
 
 def teacher_keys(config: Config) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def results():
     x = inputs()
     real = (np.arange(x.shape[1]) < sum(DOCUMENTS))[None, :, None]
     weights = np.random.default_rng(1).normal(size=x.shape).astype(np.float32) * real
-    run = jax.value_and_grad(loss, argnums=(1, 2), has_aux=True)
+    run = jax.jit(jax.value_and_grad(loss, argnums=(1, 2), has_aux=True), static_argnums=0)
     (_, out), (grads, of_x) = run(graphdef, state, x, context_of(DOCUMENTS, PADDING), weights)
     alone, start = [], 0
     for length in DOCUMENTS:

@@ -268,7 +268,10 @@ def test_objectives_that_wrap_others_can_be_copied():
 @pytest.mark.parametrize(
     ("keys", "problem"),
     [
-        ({"distill_vocab_size": 65}, "one of the models has only 64 tokens"),
+        (
+            {"distill_vocab_size": 65, "teacher_overrides": TEACHER | {"vocab_size": 64}},
+            "has only 64 tokens",
+        ),
         ({"teacher_overrides": {"steps": 5}}, "steps is no key of the teacher's model"),
         ({"distill_alpha": 0.0}, "nothing would be learned"),
         ({"use_dpo": True, "dataset_type": "grain"}, "use_dpo=true"),
