@@ -144,12 +144,13 @@ def test_attention_in_chunks_over_a_cache_equals_that_of_the_whole_text(parts):
         return x[:, start:stop], Context(position, np.ones_like(position), np.arange(ROWS), None)
 
     inputs, context = of(0, 17)
-    expected, _ = layer(inputs, None, context)
+    run = jax.jit(lambda inputs, cache, context: layer(inputs, cache, context))
+    expected, _ = run(inputs, None, context)
     cache, start, found = Cache(jax.tree.map(lambda array: array[None], layer.init_cache(ROWS, 17)), 0), 0, []
     assert cache.entries.key.shape == (1, ROWS, 5, 1, 4)
     for size in parts:
         inputs, context = of(start, start + size)
-        out, cache = layer(inputs, cache, context)
+        out, cache = run(inputs, cache, context)
         cache, start = dataclasses.replace(cache, filled=True), start + size
         found.append(out)
     np.testing.assert_allclose(np.concatenate(found, axis=1), expected, atol=1e-6)
