@@ -43,6 +43,8 @@ NOT_RUN = {
     r"dataset_name=c4/": "needs C4, as TFDS prepares it",
     r"grain_train_files=(gs|https)://": "needs data elsewhere; tests/unit/data/remote has a web server",
     r"train_compile .*model_name=(mixtral-8x7b|deepseek3-671b)": "compiles for minutes; the page has its dated result",
+    r"train_compile .*teacher_overrides": "compiles for minutes; the page has its dated result",
+    r"save_teacher_logits=|teacher_logits_path=": "takes minutes; tests/integration/test_saved_logits.py does this",
     r"train_compile .*compile_report_file=report.json": "compiles for minutes; README's command is the same step",
     r"trainer\.plan ": "compiles for an hour; tests/integration/test_plan.py plans a tiny model",
     r"trainer\.prepare |prepared_path=|inspect /data/rows": "tests/integration/test_prepare.py runs these commands",
@@ -69,6 +71,7 @@ RUN = ["-m", "trainer.train", "base.yml", *SMALL, "dataset_type=synthetic", "eva
 EARLIER = {
     "docs/guides/parity.md": [[*RUN, "run_name=first"], [*RUN, "run_name=second"]],
     "docs/guides/sft.md": [["-m", "trainer.train", "base.yml", f"steps={STEPS}", "eval_steps=1"]],
+    "docs/guides/distillation.md": [["-m", "trainer.train", "base.yml", f"steps={STEPS}", "eval_steps=1"]],
     "docs/guides/preferences.md": [["-m", "trainer.train", "base.yml", f"steps={STEPS}", "eval_steps=1"]],
     "docs/guides/evaluation.md": [["-m", "trainer.train", "base.yml", *SMALL, f"steps={STEPS}", "eval_steps=1"]],
     "docs/guides/generation.md": [["-m", "trainer.train", "base.yml", f"steps={STEPS}", "eval_steps=1"]],

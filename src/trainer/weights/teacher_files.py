@@ -47,7 +47,7 @@ def teacher_keys(config: Config) -> dict[str, Any]:
         else:
             own = load(["base.yml", "dataset_type=synthetic", *words], defaults=without_rows(words)).config
     except UserError as error:
-        raise UserError(f"the teacher {f'at {path}' if path else 'in teacher_overrides'}: {error}") from error
+        raise UserError(f"the teacher: {error}") from error
     names = [name for name, key in schema().keys.items() if name in MODEL and own[name] != key.default]
     return {name: own[name] for name in sorted({*_ALWAYS, *names, *given} - {"model_name", _MODULES, *SHARED})}
 
