@@ -133,7 +133,9 @@ OTHERS = {
 }
 
 
-@pytest.mark.rest(covered_by="unit/objectives/test_distillation.py", cases=("modules", "quantized adapters"))
+@pytest.mark.rest(
+    covered_by="unit/objectives/test_distillation.py", cases=("modules", "adapters", "quantized adapters")
+)
 @pytest.mark.parametrize("case", OTHERS)
 def test_students_of_other_kinds(first, case):
     taught(case, steps=2, eval_interval=2, **OTHERS[case])
