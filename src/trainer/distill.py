@@ -37,8 +37,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(f"{sft.SHOW} shows conversations, and this command trains on documents; leave it out")
     kind = CONVERSATIONS if config.use_sft else ROLLOUTS if config.distill_rollouts else DOCUMENTS
     if config.save_teacher_logits:
-        if DRY_RUN in words:
-            raise UserError(f"{DRY_RUN} is for training; leave it out, or save_teacher_logits")
+        if shows or DRY_RUN in words:
+            option = sft.SHOW if shows else DRY_RUN
+            raise UserError(f"{option} is for training; leave it out, or save_teacher_logits")
         run_command(words, dataclasses.replace(kind, instead=_save))
     elif kind is CONVERSATIONS:
         sft.run(words, kind, sft.show)
@@ -50,7 +51,7 @@ def _save(run: Any, dataset: Any, say: Callable[[str], None]) -> None:
     from trainer.training.saved_logits import save_logits
     from trainer.training.start import other_arrays
 
-    save_logits(run, dataset, other_arrays(run, None, say), say)
+    save_logits(run, dataset, lambda: other_arrays(run, None, say), say)
 
 
 def _check_documents(config: Config) -> None:

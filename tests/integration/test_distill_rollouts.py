@@ -107,6 +107,7 @@ def test_a_run_that_resumes_repeats_its_rounds(finished, tmp_path):
 
 def test_a_mixture_has_labels_only_in_rounds_of_the_data():
     keys = {"distill_rollouts_share": 0.5, "distill_alpha": 0.75, "distill_loss": "forward_kl", "eval_interval": -1}
+    keys |= dict.fromkeys(("train_data_columns", "eval_data_columns"), "[prompt,answer]")
     steps, *_ = learned(steps=4, checkpoint_period=4, **keys)
     assert [row["own_texts"] for row in steps] == [0, 1, 0, 1]
     for row in steps:
@@ -136,7 +137,7 @@ def test_what_is_refused_before_jax(monkeypatch):
         ("distill_alpha=0.5", "the student's own texts have no labels; set distill_alpha=1"),
         ("distill_temperature=2", "set distill_temperature, constant, to the same"),
         ("use_sft=true", "leave it out, and set use_chat_template=true for a chat"),
-        ("decode_sampling_strategy=greedy", "the completions of a prompt would all be the same"),
+        ("decode_sampling_strategy=greedy", "completions must be drawn"),
         ("enable_diloco=true", "each island has parameters of its own"),
         ("mtp_num_layers=1", "would not be trained"),
         ("drop_duplicates=true", "prompts are not searched for duplicates"),

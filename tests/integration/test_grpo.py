@@ -274,7 +274,7 @@ def test_two_processes_make_the_same_rounds(tmp_path):
 def test_what_is_refused_before_jax(monkeypatch):
     monkeypatch.setattr(train, "distributed", lambda config: pytest.fail("too late"))
     for words, said in (
-        ("decode_sampling_strategy=greedy", "the completions of a prompt would all be the same"),
+        ("decode_sampling_strategy=greedy", "completions must be drawn"),
         ("reward_functions=[]", "nothing says what a completion is worth"),
         ("reward_functions=[judges]", "not the path of a function"),
         ("enable_diloco=true", "each island has parameters of its own"),

@@ -8,7 +8,7 @@ from ml_collections import ConfigDict
 
 from trainer.config.capabilities.chat_keys import METHODS, TOOLS
 from trainer.config.capabilities.rl_keys import NOT_COLUMNS
-from trainer.config.derived import has_rollouts, row_for
+from trainer.config.derived import has_rollouts, rollouts_share, row_for
 from trainer.config.dump import as_words
 from trainer.config.errors import UserError
 from trainer.config.keys import Config
@@ -100,7 +100,10 @@ def _conventional(config: Config) -> list[str]:
             method == "use_grpo" and names == ("messages",) and not config.use_chat_template
         ):
             continue
-        others = [TOOLS] if method != "use_grpo" else [name for name in there if name not in (*names, *NOT_COLUMNS)]
+        if rollouts_share(config) < 1:
+            others = ["completion"]
+        else:
+            others = [TOOLS] if method != "use_grpo" else [name for name in there if name not in (*names, *NOT_COLUMNS)]
         return [*names, *(name for name in others if name in there)]
     if there and not {*config[COLUMNS[0]]} <= {*there}:
         usual = ", or ".join(" and ".join(names) for names in CONVENTIONS[method])

@@ -42,7 +42,6 @@ def check_resume(saved: Mapping[str, Any], config: Config, schedule_given: bool,
     if config.enable_lora or has_reference(config):
         allowed = allowed.union(["load_parameters_path"])  # base and reference are verified with the checkpoint
     if config.use_distill:
-        # The teacher is, too; and the position in the data identifies saved logits.
         # The teacher is, too; its tokenizer by the data's fingerprint, and saved logits by the position in the data.
         allowed = allowed.union(["teacher_path", "tokenizer_path", "teacher_logits_path"])
     if _rows_split(before) != _rows_split(config):

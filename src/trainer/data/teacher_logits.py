@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,13 +25,14 @@ from trainer.config.paths import local_path
 from trainer.data.batches import Batch, RowSource
 from trainer.data.dataset import Dataset
 from trainer.data.streams import fingerprint
-from trainer.objectives.saved_logits import LOGITS, saved_fields
+from trainer.objectives.saved_logits import LOGITS, TOKENS, saved_fields
 from trainer.runtime.folders import replace_file
 from trainer.runtime.lock import LOCK_FILE, lock
 from trainer.runtime.new_folder import new_file
 
 MANIFEST, PATH = "teacher-logits.json", "teacher_logits_path"
 FORMAT = 1
+_MOST_SHARDS = 1_000_000
 SHARD_BYTES = 64 << 20  # a shard has about this size, or is one batch if that is larger
 _DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 _FIELDS = {
@@ -82,6 +84,16 @@ class Facts:
             ]
         )
 
+    def check(self) -> None:
+        """Raises UserError if the record of a row is larger than NumPy allows."""
+        fields = saved_fields(self.k, self.vocab_size, self.dtype)
+        each = sum(math.prod(map(int, field.shape[2:])) * 4 for field in fields.values()) * self.length
+        if each >= 1 << 31:
+            raise UserError(
+                f"the logits of a row of {self.length} tokens take up to {each:,} bytes, and at most {(1 << 31) - 1:,} "
+                "can be saved; take a smaller teacher_logits_k or max_target_length"
+            )
+
     def bounds(self) -> dict[str, range]:
         """Returns the rows of each shard, by file name."""
         firsts = range(0, self.rows, self.shard_rows)
@@ -110,7 +122,7 @@ class SavedLogits:
         """Raises UserError if the folder is not complete, or a shard has another size."""
         self.folder = local_path(path, f"{PATH}=")
         self.facts, self._sums = _read(self.folder)
-        bounds, self._open = self.facts.bounds(), dict[str, np.ndarray]()
+        bounds, self._verified = self.facts.bounds(), set[str]()
         self._names = [*bounds]
         if missing := [name for name in bounds if name not in self._sums]:
             raise UserError(
@@ -137,17 +149,25 @@ class SavedLogits:
         return {name: np.ascontiguousarray(records[name]) for name in self.facts.record.names or ()}
 
     def _shard(self, name: str) -> np.ndarray:
-        if name not in self._open:
-            file = self.folder / name
-            try:
+        # Not kept open: each map holds a file descriptor, and there may be thousands of shards.
+        file = self.folder / name
+        try:
+            if name not in self._verified:
                 with file.open("rb") as opened:
                     found = hashlib.file_digest(opened, "sha256").hexdigest()
-            except OSError as error:
-                raise _damaged(file, f"cannot be read ({error.strerror or error})") from error
-            if found != self._sums[name]:
-                raise _damaged(file, "has changed since it was written")
-            self._open[name] = np.memmap(file, self.facts.record, mode="r")
-        return self._open[name]
+                if found != self._sums[name]:
+                    raise _damaged(file, "has changed since it was written")
+            records = np.memmap(file, self.facts.record, mode="r")
+        except OSError as error:
+            raise UserError(f"{PATH}: {file} cannot be read: {error.strerror or error}") from error
+        if name not in self._verified and not self.facts.whole and _unknown(records[TOKENS], self.facts.tokens):
+            raise _damaged(file, "has tokens that the vocabulary does not have")
+        self._verified.add(name)
+        return records
+
+
+def _unknown(ids: np.ndarray, count: int) -> bool:
+    return bool(ids.size) and not 0 <= int(ids.min()) <= int(ids.max()) < count
 
 
 class _WithLogits:
@@ -247,11 +267,14 @@ def _read(folder: Path) -> tuple[Facts, dict[str, str]]:
     """Returns the content of the manifest: the facts, and the SHA-256 of each complete shard."""
     found = read_object(folder / MANIFEST)
     problems = [f"{name} is missing" for name in _FIELDS if name not in found] or field_problems(found, _FIELDS)
-    if not problems and (found["dtype"] not in _DTYPES or found["k"] > found["vocab_size"]):
-        problems = [f"dtype={found['dtype']}, k={found['k']}"]
+    if not problems and (found["dtype"] not in _DTYPES or not found["k"] <= found["tokens"] <= found["vocab_size"]):
+        problems = [", ".join(f"{name}={found[name]}" for name in ("dtype", "k", "tokens", "vocab_size"))]
+    if not problems and found["rows"] > _MOST_SHARDS * found["shard_rows"]:
+        problems = [f"rows={found['rows']}, shard_rows={found['shard_rows']}"]
     if problems:
-        raise UserError(f"{folder / MANIFEST} is damaged: {'; '.join(problems)}; save the logits again")
+        raise UserError(f"{folder / MANIFEST} is damaged: {'; '.join(problems)}; delete the folder, and save again")
     facts = Facts(**{field.name: found[field.name] for field in dataclasses.fields(Facts)})
+    facts.check()
     names = facts.bounds()
     return facts, {name: str(total) for name, total in found["shards"].items() if name in names}
 

@@ -134,7 +134,7 @@ def _prompts(
     longest = longest_prompt(config)
     prompts: list[Prompt] = []
     long: list[tuple[int, Any]] = []
-    empty: list[Any] = []
+    empty, unanswered = list[Any](), list[Any]()
     mixed = rollouts_share(config) < 1
     for corpus in corpora:
         name, *others = corpus.columns
@@ -146,8 +146,10 @@ def _prompts(
         for record in corpus.records():
             value, tokens = prompt_of(record, name, tokenizer, chat)
             completion = answer_of(record, others[0], tokenizer, chat) if mixed else []
-            if not tokens or (mixed and not completion):
+            if not tokens:
                 empty.append(record.where)
+            elif mixed and not completion:
+                unanswered.append(record.where)
             elif len(tokens) > longest:
                 long.append((len(tokens), record.where))
             else:
@@ -162,15 +164,17 @@ def _prompts(
         )
     if empty:
         say(f"{label}: {counted(len(empty), 'prompt')} without text left out, the first in {empty[0]}")
+    if unanswered:
+        say(f"{label}: {counted(len(unanswered), 'prompt')} without completion left out, the first in {unanswered[0]}")
     if not prompts:
-        raise UserError(f"{label}: no prompt is left: {_why_none(config, long, len(empty))}")
+        raise UserError(f"{label}: no prompt is left: {_why_none(config, long, len(empty) + len(unanswered))}")
     return PromptRows(prompts, config.max_target_length)
 
 
 def _why_none(config: Config, long: Sequence[tuple[int, Any]], empty: int) -> str:
     """Returns why no prompt remains, and a fix. `long`: (number of tokens, location) of each too long prompt."""
     if not long:
-        return f"{counted(empty, 'prompt')} without text"
+        return f"{counted(empty, 'prompt')} without text or completion"
     most, limit = max(tokens for tokens, _ in long), longest_prompt(config)
     keys = [f"max_target_length={row_for(most + 1)}"] if most >= config.max_target_length else []
     if 0 <= config.max_prefill_predict_length < most:

@@ -284,7 +284,7 @@ def engine_of(run: Run, sequences: int) -> Engine:
 
 
 def of_rollouts(share: float, number: int) -> bool:
-    """Returns whether round `number` uses rollouts: of the first n rounds, floor(n x `share`) do."""
+    """Returns whether round `number` uses rollouts: about the share `share` of the first n rounds do, for every n."""
     return math.floor((number + 1) * share) > math.floor(number * share)
 
 

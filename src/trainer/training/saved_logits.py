@@ -30,9 +30,9 @@ from trainer.training.batches import placed
 from trainer.training.run import Run
 
 
-def save_logits(run: Run, dataset: Dataset, frozen: Any, say: Callable[[str], None]) -> None:
+def save_logits(run: Run, dataset: Dataset, load: Callable[[], Any], say: Callable[[str], None]) -> None:
     """Writes the logits of the teacher of `run` for all training rows to save_teacher_logits, in batches of one
-    microbatch. Shards that an earlier call completed are kept. `frozen`: the teacher's weights.
+    microbatch. Shards that an earlier call completed are kept. `load` returns the teacher's weights.
 
     Raises:
       UserError: there are several processes, the rows have no stored order, or the folder cannot be written.
@@ -41,8 +41,11 @@ def save_logits(run: Run, dataset: Dataset, frozen: Any, say: Callable[[str], No
     if jax.process_count() > 1:
         raise UserError("save_teacher_logits: logits are saved by one process; training from them takes any number")
     source, count = rows_of(dataset, "save_teacher_logits")
+    whole = config.teacher_logits_k >= run.objective.teacher.vocab_size  # type: ignore[attr-defined]
+    if not whole and config.distill_temperature_schedule != "constant":
+        raise UserError("distill_temperature_schedule must be constant, unless all logits are saved; leave it out")
+    frozen = load()
     teacher, size = objective.teacher, microbatch_rows(config)  # type: ignore[attr-defined]
-    whole = config.teacher_logits_k >= teacher.vocab_size
     step = _saver(run, teacher.vocab_size if whole else min(config.teacher_logits_k, teacher.tokens), whole)
 
     def batch_of(indices: np.ndarray) -> Batch:
@@ -68,6 +71,7 @@ def save_logits(run: Run, dataset: Dataset, frozen: Any, say: Callable[[str], No
         dtype=logits.dtype.name,
         teacher=hashlib.sha256(json.dumps(digests(by_path(frozen)), sort_keys=True).encode()).hexdigest(),
     )
+    facts.check()
     batches_of_shard = max(1, SHARD_BYTES // (facts.record.itemsize * size))
     facts = dataclasses.replace(facts, shard_rows=batches_of_shard * size)
     with writer(config.save_teacher_logits, facts, config.teacher_path) as (left, write), Bar(say, "logits") as bar:

@@ -69,12 +69,15 @@ def _keys_of_logits(config: Config) -> dict[str, Any]:
     if not facts.whole:
         here["distill_temperature"] = (facts.temperature, config.distill_temperature)
         here["distill_temperature_schedule"] = ("constant", config.distill_temperature_schedule)
-    if shared >= 0 or config.vocab_size < facts.tokens:
-        here["distill_vocab_size"] = (facts.tokens, min(config.vocab_size, shared if shared >= 0 else facts.tokens))
+    tokens = facts.tokens
+    if facts.whole:  # any number of them can be compared
+        tokens = min(config.vocab_size, facts.vocab_size if shared < 0 else shared)
+    elif shared >= 0 or config.vocab_size < tokens:
+        here["distill_vocab_size"] = (tokens, min(config.vocab_size, shared if shared >= 0 else tokens))
     if wrong := [f"{key} is {there} there and {now} here" for key, (there, now) in here.items() if there != now]:
         raise UserError(f"teacher_logits_path={config.teacher_logits_path}: {'; '.join(wrong)}")
     model = {"vocab_size": facts.vocab_size, "dtype": facts.dtype}
-    return {"teacher_overrides": model, "teacher_logits_k": facts.k, "distill_vocab_size": facts.tokens}
+    return {"teacher_overrides": model, "teacher_logits_k": facts.k, "distill_vocab_size": tokens}
 
 
 def keys_of_tokenizers(loaded: Loaded, say: Callable[[str], None]) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def test_settings_that_make_updates_another_function_than_rollouts_are_said(keys
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"decode_sampling_temperature": 0}, "the completions of a prompt would all be the same"),
+        ({"decode_sampling_temperature": 0}, "completions must be drawn"),
         ({"train_data_columns": "[prompt,prompts]"}, "prompts is the name of another argument"),
         ({"reward_functions": "[m]"}, "not the path of a function"),
         ({"steps": 5, "rl_num_iterations": 2}, "within the 2 updates of one; nearest: 4 or 6"),

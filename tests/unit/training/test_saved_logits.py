@@ -55,7 +55,7 @@ def saved(folder, k, devices=1, **keys):
     )
     open_stream = functools.partial(PreparedStream, seed=0, shuffle=True)
     rows = Dataset(None, None, {"order": ""}, "", open_stream, source=Rows(run.config))
-    save_logits(run, rows, weights, lambda line: None)
+    save_logits(run, rows, lambda: weights, lambda line: None)
     return run, weights, with_logits(rows, str(folder))
 
 

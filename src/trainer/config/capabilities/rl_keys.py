@@ -72,7 +72,7 @@ _IN_ROUNDS: tuple[Check, ...] = (
     refused(
         ("decode_sampling_strategy", "decode_sampling_temperature"),
         lambda c: c.decode_sampling_strategy == "greedy" or not c.decode_sampling_temperature,
-        "the completions of a prompt would all be the same; draw them, as with weighted and temperature 1",
+        "completions must be drawn, as with weighted and temperature 1",
     ),
     (("max_prefill_predict_length", "max_target_length"), _room),
     _rounds("steps"),
