@@ -37,8 +37,10 @@ def context_of(lengths, padding=0):
 
 
 def inputs():
+    """Returns a packed row and the weights of its results. Padding has no weight."""
     count = sum(DOCUMENTS) + PADDING
-    return np.random.default_rng(0).normal(size=(1, count, WIDTH)).astype(np.float32)
+    x, weights = (np.random.default_rng(seed).normal(size=(1, count, WIDTH)).astype(np.float32) for seed in (0, 1))
+    return x, weights * (np.arange(count) < sum(DOCUMENTS))[None, :, None]
 
 
 def loss(graphdef, state, x, context, weights):
@@ -46,38 +48,41 @@ def loss(graphdef, state, x, context, weights):
     return (out * weights).sum(), out
 
 
-def results():
-    """Results and gradients (of the parameters, and of x) of the packed row, and of its documents one by one."""
-    graphdef, state = nnx.split(layer())
-    x = inputs()
-    real = (np.arange(x.shape[1]) < sum(DOCUMENTS))[None, :, None]
-    weights = np.random.default_rng(1).normal(size=x.shape).astype(np.float32) * real
+def results(x, weights, context):
+    """Results and gradients (of the parameters, and of x)."""
     run = jax.jit(jax.value_and_grad(loss, argnums=(1, 2), has_aux=True), static_argnums=0)
-    (_, out), (grads, of_x) = run(graphdef, state, x, context_of(DOCUMENTS, PADDING), weights)
-    alone, start = [], 0
-    for length in DOCUMENTS:
-        cut = (slice(None), slice(start, start + length))
-        alone.append(run(graphdef, state, x[cut], context_of([length]), weights[cut]))
-        start += length
-    apart = np.concatenate([it[0][1] for it in alone], axis=1)
-    total = jax.tree.map(lambda *parts: sum(parts), *(it[1][0] for it in alone))
-    apart_x = np.concatenate([it[1][1] for it in alone], axis=1)
-    return (out[:, : apart.shape[1]], grads, of_x[:, : apart.shape[1]]), (apart, total, apart_x)
+    (_, out), (grads, of_x) = run(*nnx.split(layer()), x, context, weights)
+    return out, grads, of_x
 
 
-def off(packed, alone):
+def packed():
+    out, grads, of_x = results(*inputs(), context=context_of(DOCUMENTS, PADDING))
+    return out[:, :-PADDING], grads, of_x[:, :-PADDING]
+
+
+@functools.cache
+def alone():
+    """The results of the documents one by one, and the sums of their gradients of the parameters."""
+    cuts = zip(*(np.split(it, np.cumsum(DOCUMENTS), axis=1) for it in inputs()), strict=True)
+    found = [results(*cut, context=context_of([length])) for length, cut in zip(DOCUMENTS, cuts, strict=False)]
+    out, grads, of_x = zip(*found, strict=True)
+    return np.concatenate(out, axis=1), jax.tree.map(lambda *parts: sum(parts), *grads), np.concatenate(of_x, axis=1)
+
+
+def off(found, expected):
     """The largest difference, as a share of the largest entry of each array."""
-    pairs = zip(jax.tree.leaves(packed), jax.tree.leaves(alone), strict=True)
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
     return max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in pairs)
 
 
 def test_packed_documents_are_those_given_alone():
-    assert off(*results()) < 1e-5
+    assert off(packed(), alone()) < 1e-5
 
 
 @pytest.mark.parametrize("part", ["convolution", "memory"])
 def test_without_a_reset_they_are_not(part, monkeypatch):
     """The test above notices if either of the two crosses the start of a document."""
+    expected = alone()
     if part == "convolution":
         conv = delta_net.short_conv
         monkeypatch.setattr(
@@ -88,7 +93,7 @@ def test_without_a_reset_they_are_not(part, monkeypatch):
         monkeypatch.setattr(
             delta_net, "gated_delta_rule", lambda *args, **how: rule(*args[:5], args[5] * 0, *args[6:], **how)
         )
-    assert off(*results()) > 1e-2
+    assert off(packed(), expected) > 1e-2
 
 
 def test_temporaries_grow_with_the_length_and_not_with_its_square():

@@ -8,6 +8,7 @@ import pytest
 from trainer.ops.delta_rule import gated_delta_rule
 
 ROWS, HEADS, KEYS, VALUES = 2, 3, 8, 5
+RULE = jax.jit(gated_delta_rule, static_argnames="chunk")
 CASES = {  # tokens, chunk, spread of the decays
     "chunks that do not divide": (37, 8, 1.0),
     "one chunk": (21, 64, 1.0),
@@ -57,8 +58,8 @@ def test_results_and_memories_are_those_of_the_definition(case):
     results, memories = defined(*given, document, memory)
     at = np.array([[0, tokens - 1, tokens // 2], [tokens // 3, tokens - 2, 1]])
     *inputs, start = rounded(given, memory)
-    out, last = gated_delta_rule(*inputs, document, start, chunk=chunk)
-    again, chosen = gated_delta_rule(*inputs, document, start, chunk=chunk, at_br=jnp.asarray(at))
+    out, last = RULE(*inputs, document, start, chunk=chunk)
+    again, chosen = RULE(*inputs, document, start, chunk=chunk, at_br=jnp.asarray(at))
     np.testing.assert_allclose(out, results, atol=1e-5)
     np.testing.assert_allclose(last, memories[:, -1], atol=1e-5)
     np.testing.assert_array_equal(again, out)
@@ -73,10 +74,10 @@ def test_gradients_are_those_of_the_definition():
 
     def loss(*arguments):
         *inputs, start = arguments
-        out, last = gated_delta_rule(*inputs, document, start, chunk=8)
+        out, last = RULE(*inputs, document, start, chunk=8)
         return (out * weights).sum() + last.sum()
 
-    found = jax.grad(loss, argnums=tuple(range(6)))(*rounded(given, memory))
+    found = jax.jit(jax.grad(loss, argnums=tuple(range(6))))(*rounded(given, memory))
     rng, step = np.random.default_rng(1), 1e-5
     for i, gradient in enumerate(found):
         for _ in range(3):
@@ -97,6 +98,6 @@ def test_a_token_without_decay_and_beta_leaves_the_memory():
     idle = np.array([False] * 4 + [True] * 5)[None, :, None]
     document = np.where(idle[..., 0], document[:, 3:4], document)
     masked = rounded((query, key, value, np.where(idle, 0, decay), np.where(idle, 0, beta)), memory)
-    _, last = gated_delta_rule(*masked[:5], document, masked[5], chunk=4)
-    _, before = gated_delta_rule(*(x[:, :4] for x in masked[:5]), document[:, :4], masked[5], chunk=4)
+    _, last = RULE(*masked[:5], document, masked[5], chunk=4)
+    _, before = RULE(*(x[:, :4] for x in masked[:5]), document[:, :4], masked[5], chunk=4)
     np.testing.assert_allclose(last, before, atol=1e-6)
