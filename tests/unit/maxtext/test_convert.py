@@ -381,7 +381,7 @@ def test_programs_that_replace_one_of_maxtexts_exist():
     ("line", "said"),
     [
         ("python -m MaxText.decode_multi base.yml", "trainer.serve serves"),
-        ("python -m maxtext.trainers.post_train.distillation.save_top_k_teacher_logits", "in each step"),
+        ("python -m maxtext.trainers.post_train.distillation.save_top_k_teacher_logits", "save_teacher_logits=FOLDER"),
         ("python -m MaxText.trian base.yml", "nearest: train;"),
         (
             "python -m maxtext.checkpoint_conversion.to_huggingface base.yml model_name=llama2-7b",

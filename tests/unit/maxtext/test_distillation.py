@@ -185,7 +185,7 @@ def test_defaults_of_what_is_missing_here_are_left_out():
         ("distill_beta=0.5", verdicts.NOT_YET, "logits alone"),
         ("learn_to_init_mode=true", verdicts.NOT_YET, "loads all parameters"),
         ("student_overrides.learn_to_init_mode=true", verdicts.NOT_YET, "loads all parameters"),
-        ("offline_data_dir=/logits", verdicts.NOT_YET, "in each step"),
+        ("offline_data_dir=/logits", verdicts.NOT_YET, "save_teacher_logits"),
         ("'distill_weights_copy_map={a: b}'", verdicts.NOT_YET, "loads all parameters"),
     ],
 )
