@@ -81,7 +81,8 @@ def accept(program, words, variables):
         assert not not_pairs(loaded.config)
         check(loaded.config, variables)
     elif program == "trainer.distill":
-        own = distill.CONVERSATIONS if "use_sft=true" in words else distill.DOCUMENTS
+        kinds = {"use_sft=true": distill.CONVERSATIONS, "distill_rollouts=true": distill.ROLLOUTS}
+        own = next((kind for word, kind in kinds.items() if word in words), distill.DOCUMENTS)
         loaded = load(sft._without_show(words)[0], environment=variables, defaults=own.defaults)
         own.check(loaded.config)
         check(loaded.config, variables)
