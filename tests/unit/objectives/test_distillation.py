@@ -172,6 +172,17 @@ def test_neither_tiles_nor_microbatches_nor_the_mesh_change_it(case):
     close(found, gradients(run, tree, frozen, batch))
 
 
+def test_the_memory_of_a_step_in_tiles():
+    """At most that of tiled training and of one forward pass, and half of the logits of one row."""
+    sizes = {"vocab_size": 2048, "max_target_length": 128, "per_device_batch_size": 2, "num_vocab_tiling": 16}
+    with_teacher = KEYS | {"teacher_overrides": TEACHER | {"vocab_size": 2048}}
+    run, plain = (build(load(arguments("nnx", **k | sizes)).config, jax.devices()[:1]) for k in (with_teacher, {}))
+    hidden = jax.jit(run.sharded(run.objective.teacher_hidden))
+    forward = hidden.lower(run.frozen.abstract, run.abstract_batch(run.rows)).compile()
+    taught, trained, once = (x.memory_analysis().temp_size_in_bytes for x in (run.compile(), plain.compile(), forward))
+    assert taught <= trained + once + 128 * 2048 * 4 / 2
+
+
 def test_the_gradient_is_that_of_finite_differences():
     run = built(distill_loss="jensen_shannon", num_vocab_tiling=4)
     tree, frozen, batch = example(run)
