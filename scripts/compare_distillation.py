@@ -4,7 +4,8 @@
     python scripts/compare_distillation.py FOLDER --plot X.svg    the same, and draw the curves (needs matplotlib)
 
 A seed determines the initial parameters and the order of the rows. The loss is the cross entropy of all held-out text.
-The time of a step is the median of the run, including everything else that the machine did.
+The CPU time of a step is compared with plain training and one forward pass of the teacher, in programs that are timed
+alternately.
 """
 
 import argparse
@@ -13,8 +14,9 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 STEPS, TEACHER_STEPS, EVALUATIONS = 400, 1000, 5
 SEEDS = (0, 1, 2)
@@ -26,10 +28,9 @@ STYLES = {None: "-", 0.5: "--", 0.9: "-."}
 
 
 class Curve(NamedTuple):
-    """The evaluations of a run, (updates, nats per token), and the seconds of its median step."""
+    """The evaluations of a run, (updates, nats per token)."""
 
     points: list[tuple[int, float]]
-    seconds: float
 
 
 def trained(folder: Path, command: str, name: str, **keys: object) -> Curve:
@@ -46,9 +47,7 @@ def trained(folder: Path, command: str, name: str, **keys: object) -> Curve:
 
 def _read(metrics: Path) -> Curve:
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    points = [(row["step"] + 1, row["eval_loss"]) for row in rows if "eval_loss" in row]
-    seconds = [row["step_time"] for row in rows if "step_time" in row]
-    return Curve(points or [(0, 0.0)], statistics.median(seconds))
+    return Curve([(row["step"] + 1, row["eval_loss"]) for row in rows if "eval_loss" in row] or [(0, 0.0)])
 
 
 def student(folder: Path, alpha: float | None, seed: int) -> Curve:
@@ -68,19 +67,56 @@ def label(alpha: float | None) -> str:
 def tables(teacher: Curve, curves: dict[float | None, list[Curve]]) -> None:
     """Prints the final losses, and the losses over time, as Markdown."""
     print(f"\nteacher: {teacher.points[-1][1]:.3f} nats after {TEACHER_STEPS} steps\n")
-    print("| | held-out loss | difference, seed by seed | step, s |\n|---|---|---|---|")
+    print("| | held-out loss | difference, seed by seed |\n|---|---|---|")
     for alpha, of in curves.items():
         final = [curve.points[-1][1] for curve in of]
         other = [one - curve.points[-1][1] for one, curve in zip(final, curves[None], strict=True)]
         change = "" if alpha is None else ", ".join(f"{value:+.3f}" for value in other)
         mean, spread = statistics.mean(final), statistics.stdev(final)
-        seconds = statistics.median(curve.seconds for curve in of)
-        print(f"| {label(alpha)} | {mean:.3f} ± {spread:.3f} | {change} | {seconds:.2f} |")
+        print(f"| {label(alpha)} | {mean:.3f} ± {spread:.3f} | {change} |")
     steps = [step for step, _ in curves[None][0].points]
     print(f"\n| mean loss after | {' | '.join(map(str, steps))} |\n{'|---' * (1 + len(steps))}|")
     for alpha, of in curves.items():
         means = (statistics.mean(dict(curve.points)[step] for curve in of) for step in steps)
         print(f"| {label(alpha)} | {' | '.join(f'{mean:.3f}' for mean in means)} |")
+
+
+def cpu_seconds() -> None:
+    """Prints the CPU seconds of a step with the teacher, of a plain step, and of the teacher's forward pass."""
+    import jax
+    from benchmark_default import batch_of, built
+
+    plain, taught = built(), built(use_distill=True, teacher_overrides=dict(list(TEACHER.items())[:4]))
+    batch, weights = (
+        batch_of(plain),
+        jax.tree.map(lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype), taught.frozen.abstract),
+    )
+
+    def logits(frozen: Any, batch: Any) -> Any:
+        hidden = taught.objective.teacher_hidden(frozen, batch)
+        return taught.objective.teacher.apply(frozen["params"], frozen["rest"], hidden, method="head")[0]
+
+    forward = jax.jit(taught.sharded(logits))
+    states = {"plain": plain.init(), "taught": taught.init()}
+    seconds: dict[str, list[float]] = {"plain": [], "taught": [], "forward": []}
+
+    def timed(name: str, run: Any) -> None:
+        started = time.process_time()
+        for _ in range(4):
+            jax.block_until_ready(run())
+        seconds[name].append((time.process_time() - started) / 4)
+
+    def step(name: str, run: Any, frozen: Any) -> Any:
+        states[name], metrics = run.step(states[name], batch, frozen)
+        return metrics
+
+    for _ in range(8):
+        timed("plain", lambda: step("plain", plain, ()))
+        timed("taught", lambda: step("taught", taught, weights))
+        timed("forward", lambda: forward(weights, batch))
+    medians = {name: statistics.median(of[1:]) for name, of in seconds.items()}  # the first rounds compile
+    ratio = medians["taught"] / (medians["plain"] + medians["forward"])
+    print(f"\nCPU seconds: {medians}; a taught step / (a plain step + a forward pass): {ratio:.2f}")
 
 
 def plot(curves: dict[float | None, list[Curve]], file: str) -> None:
@@ -114,6 +150,7 @@ def main() -> None:
         for alpha in ALPHAS:
             curves[alpha].append(student(args.folder, alpha, seed))
     tables(teacher, curves)
+    cpu_seconds()
     if args.plot:
         plot(curves, args.plot)
 
