@@ -101,6 +101,8 @@ def run_command(words: Sequence[str], kind: Kind) -> None:
         loaded = with_model(begun)
         if kind.instead:
             console, run, dataset, *_ = _opened(loaded, kind)
+            for warning in loaded.warnings:
+                console.say(f"warning: {warning}")
             kind.instead(run, dataset, console.say)
         else:
             _dry_run(loaded, kind) if DRY_RUN in words else _run(loaded, kind, timeline)
