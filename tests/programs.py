@@ -36,7 +36,7 @@ LIMITS = {
     "unit/layers": 205,
     "unit/linen": 48,
     "unit/models": 240,
-    "unit/objectives": 66,
+    "unit/objectives": 112,
     "unit/ops": 225,  # with the gated delta rule, 204
     "unit/optim": 88,
     "unit/products": 360,

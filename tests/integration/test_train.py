@@ -258,6 +258,9 @@ READ_BY_LOADING = {
     "compile_report_file": "read by trainer.train_compile",
     "num_batches": "gives steps while the configuration is resolved",
     "use_sft": "chooses between trainer.train and trainer.sft",
+    "teacher_path": "read where the teacher's keys and weights are read",
+    "save_teacher_logits": "read by trainer.distill",
+    "distill_rollouts_share": "read by the rounds of trainer.distill",
     **dict.fromkeys(
         (
             *("reward_functions", "reward_num_workers", "reward_worker_timeout_seconds"),
@@ -327,7 +330,14 @@ def test_every_key_is_read(tmp_path, monkeypatch, corpus):
     lora |= {"decoder_block": "smollm3", "nope_layer_interval": 2}
     pairs = {"use_dpo": True, "packing": False, "train_data_columns": "[a,b]", "eval_data_columns": "[a,b]"}
     rounds = {"use_grpo": True, "reward_functions": "[m:f]", "decode_sampling_strategy": "weighted"}
-    others = (pairs, pairs | {"dpo_algo": "orpo"}, rounds)
+    taught = {"use_distill": True, "teacher_overrides": {"vocab_size": 64}, "distill_loss": "jensen_shannon"}
+    taught |= {"distill_alpha_schedule": "linear", "distill_alpha_end": 0.9}
+    saved = {"use_distill": True, "teacher_overrides": {"vocab_size": 64, "dtype": "float32"}}
+    saved |= {"teacher_logits_path": "a", "distill_vocab_size": 64}
+    own_texts = {"use_distill": True, "teacher_overrides": {"vocab_size": 64}, "distill_alpha": 1.0}
+    own_texts |= {"distill_rollouts": True, "distill_loss": "sampled_reverse_kl", "decode_sampling_temperature": 1.0}
+    distilled = (taught, saved, own_texts)
+    others = (pairs, pairs | {"dpo_algo": "orpo"}, rounds, *distilled)
     stages = gpt3 | {"ici_pipeline_parallelism": 2, "ici_fsdp_parallelism": 1}
     split = {"ici_context_parallelism": 2, "ici_fsdp_parallelism": 1, "sharding_tolerance": 0.05}
     split |= {"decoder_block": "qwen2", "attention_bias": True}
