@@ -17,7 +17,7 @@ SHARED = (
     *DCN.values(),
     *CONTEXT_KEYS,
     *OF_ROWS,
-    *("allow_split_physical_axes", "logical_axis_rules", "sharding_tolerance", "hardware"),
+    *("logical_axis_rules", "sharding_tolerance"),
     *("per_device_batch_size", "gradient_accumulation_steps", "num_vocab_tiling"),
     *("eval_interval", "eval_per_device_batch_size", "batch_invariant"),
 )
