@@ -37,6 +37,8 @@ def teacher_keys(config: Config) -> dict[str, Any]:
       UserError: there is no such model, or the keys contradict it.
     """
     given, path = dict[str, Any](config.teacher_overrides), config.teacher_path
+    if not path and not given:
+        return {}  # `build` refuses it
     words = as_words(config, _CHECKED) + as_words({_MODULES: 0, **given})
     try:
         if path:

@@ -299,6 +299,12 @@ def test_what_is_refused(keys, problem):
         build(load(arguments("nnx", **KEYS | keys)).config, jax.devices()[:1])
 
 
+def test_a_step_without_a_teacher_is_not_compiled():
+    """As trainer.train_compile reads its command."""
+    with pytest.raises(UserError, match="there is no teacher"):
+        build(with_teacher(load(arguments("nnx", **KEYS))).config, jax.devices()[:1])
+
+
 def test_a_teacher_that_the_mesh_does_not_divide():
     keys = KEYS | {"ici_tensor_parallelism": 2, "ici_fsdp_parallelism": 1, "per_device_batch_size": 2}
     keys |= {"teacher_overrides": TEACHER | {"base_mlp_dim": 41, "vocab_size": 64}}
