@@ -42,15 +42,15 @@ def _next_token(config: Config, model: Any, teacher: Any) -> Objective:
 
 
 def _distillation(config: Config, teacher: Any, *shared: Any) -> Distillation:
-    def schedule(name: str) -> Schedule:
-        start, end, shape = (config[f"distill_{name}{part}"] for part in ("", "_end", "_schedule"))
+    def schedule(start: float, end: float | None, shape: str) -> Schedule:
         return Schedule(start, start if end is None else end, shape, config.learning_rate_schedule_steps)
 
+    temperature = config.distill_temperature, config.distill_temperature_end, config.distill_temperature_schedule
     own: dict[str, Any] = {
         "teacher": teacher,
         "divergence": divergence_of(config.distill_loss, config.distill_jensen_shannon_weight),
-        "alpha": schedule("alpha"),
-        "temperature": schedule("temperature"),
+        "alpha": schedule(config.distill_alpha, config.distill_alpha_end, config.distill_alpha_schedule),
+        "temperature": schedule(*temperature),
         "vocab_size": config.vocab_size,
     }
     if isinstance(teacher, SavedTeacher):
