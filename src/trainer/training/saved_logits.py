@@ -88,11 +88,16 @@ def save_logits(run: Run, dataset: Dataset, load: Callable[[], Any], say: Callab
 
         for name, rows in left.items():
             write(name, batches(rows))
+    say(f"{config.save_teacher_logits}: {_summary(facts, len(left))}")
+
+
+def _summary(facts: Facts, made: int) -> str:
+    """Returns what the folder contains, in words. `made`: the number of shards that this command made."""
     each, shards = facts.record.itemsize, len(facts.bounds())
-    before = f"; {shards - len(left)} of {shards} shards were saved before" if len(left) < shards else ""
-    say(
-        f"{config.save_teacher_logits}: {counted(count, 'row')} with {facts.k:,} of {facts.vocab_size:,} logits, "
-        f"{each / facts.length:,.0f} bytes per token, {each * count:,} bytes{before}"
+    before = f"; {shards - made} of {shards} shards were saved before" if made < shards else ""
+    return (
+        f"{counted(facts.rows, 'row')} with {facts.k:,} of {facts.vocab_size:,} logits, "
+        f"{each / facts.length:,.0f} bytes per token, {each * facts.rows:,} bytes{before}"
     )
 
 
