@@ -1,6 +1,6 @@
-"""Checks of attention ops and grouped products on these devices, for check_accelerator.py, and what its checks share.
+"""The checks of attention ops and grouped products in check_accelerator.py, and helpers for all of its checks.
 
-Importing it loads JAX.
+Importing this module imports JAX.
 """
 
 import functools
@@ -25,14 +25,14 @@ ROUNDS = 5
 
 
 class Variant(NamedTuple):
-    """What attention computes."""
+    """A variant of attention."""
 
-    segments: int = 1  # in a row
+    segments: int = 1  # per row
     window: bool = False
     sinks: bool = False
     soft_cap: float = 0.0
-    padding: bool = False  # at the end of a row, in the last one of its segments; what it gets is not compared
-    key_width: float = 1.0  # of queries and keys, as a multiple of the width in `Sizes`
+    padding: bool = False  # an eighth of each row is padding, at its end; the outputs for padding are not compared
+    key_width: float = 1.0  # width of queries and keys, as a multiple of the head width in `Sizes`
     value_width: float = 1.0
 
     def widths(self, width: int) -> tuple[int, int]:
@@ -40,7 +40,7 @@ class Variant(NamedTuple):
         return int(self.key_width * width), int(self.value_width * width)
 
     def documents(self) -> tuple[int, ...]:
-        """Returns the limits of documents of a row with which `trainer.ops.documents` describes these rows."""
+        """Returns each value of `most` for which `trainer.ops.documents.lengths` can describe these rows."""
         if self.segments > 1:
             return (self.segments,) if self.key_width == self.value_width else ()
         return (1,) if self.padding else (0, 1)
@@ -59,25 +59,25 @@ VARIANTS = {
     "unequal widths": Variant(segments=3, key_width=1.5),
     "unequal widths, one document": Variant(key_width=1.5),
 }
-HOW = {0: "nothing", 1: "lengths"}  # what a kernel reads for a limit of documents; otherwise offsets
+HOW = {0: "nothing", 1: "lengths"}  # what a kernel reads about documents, by `most`; for larger values, offsets
 
 
 class Sizes(NamedTuple):
-    """The sizes of the checks. `states`, `model` and `decoding` are keys of configurations."""
+    """The sizes of the checks. `states`, `model` and `decoding` are configurations, as key=value words."""
 
     dtype: str
-    tolerance: float  # of kernels: a share of the largest entry
-    attention: tuple[int, int, int, int, int]  # rows, tokens, heads, key-value heads, width of a head
+    tolerance: float  # of a kernel's result, relative to the largest entry
+    attention: tuple[int, int, int, int, int]  # rows, tokens, heads, key-value heads, head width
     window: int
     grouped: tuple[int, int, int, int]  # rows, groups, inputs, outputs
-    matrix: tuple[int, int]  # side of the matrices of the product, products in one program
-    steps: int  # training or decode steps in a round
+    matrix: tuple[int, int]  # side of the square matrices, number of their products in one program
+    steps: int  # training or decode steps per round
     states: str
     model: str
     decoding: str
 
 
-Checks = Iterator[tuple[str, Callable[[], str]]]  # what is checked, and a function that returns its figure
+Checks = Iterator[tuple[str, Callable[[], str]]]  # the name of a check, and a function that returns its figure as text
 
 
 class Failed(Exception):
@@ -89,14 +89,14 @@ class LeftOut(Exception):
 
 
 def expect(right: bool, figure: str) -> str:
-    """Returns `figure`. Raises Failed with it if the result is not right."""
+    """Returns `figure` if `right` is true; otherwise raises Failed with `figure`."""
     if not right:
         raise Failed(figure)
     return figure
 
 
 def seconds(fn: Callable[..., Any], *args: Any) -> float:
-    """Returns the seconds until the result of `fn` is available."""
+    """Returns the seconds from a call of `fn` until its result is available."""
     started = time.perf_counter()
     jax.block_until_ready(fn(*args))
     return time.perf_counter() - started
@@ -114,7 +114,7 @@ def with_gradients(op: Callable[..., jax.Array]) -> Callable[..., Any]:
 
 
 def in_float32(plain: Callable[..., jax.Array], inputs: Sequence[jax.Array]) -> Callable[[], Any]:
-    """Returns a function that returns the result and the gradients of the plain op in float32; computed once."""
+    """Returns a cached function that computes the result and the gradients of the plain op in float32."""
 
     @functools.cache
     def right() -> Any:
@@ -125,23 +125,24 @@ def in_float32(plain: Callable[..., jax.Array], inputs: Sequence[jax.Array]) -> 
 
 
 def beside(op: Callable[..., jax.Array], right: Callable[[], Any], inputs: Sequence[jax.Array], most: float) -> str:
-    """Compares an op with what `right` returns, and times it. Differences are `most` at most."""
+    """Compares the result and gradients of an op with those that `right` returns, and times the op. Raises Failed if a
+    difference exceeds `most`."""
     forward, both = jax.jit(op), with_gradients(op)
     (out, grads), (right_out, right_grads) = both(*inputs), right()
     far = [furthest((forward(*inputs), out), (right_out, right_out)), furthest(grads, right_grads)]
     times = [1e3 * statistics.median(seconds(fn, *inputs) for _ in range(ROUNDS)) for fn in (forward, both)]
-    figure = f"differs by {far[0]:.1e}, gradients by {far[1]:.1e}; {times[0]:.2f} ms, with them {times[1]:.2f} ms"
-    return expect(all(each <= most for each in far), figure)  # NaN is not
+    figure = f"differs by {far[0]:.1e}, gradients by {far[1]:.1e}; {times[0]:.2f} ms, with gradients {times[1]:.2f} ms"
+    return expect(all(each <= most for each in far), figure)  # fails for NaN
 
 
 def furthest(found: Any, right: Any) -> float:
-    """Returns the largest difference of arrays, as a share of the largest entry of each."""
+    """Returns the largest difference between corresponding arrays, relative to the largest entry of each right one."""
     pairs = [[np.asarray(x, np.float32) for x in pair] for pair in zip(found, right, strict=True)]
     return float(np.max([np.max(np.abs(a - b)) / np.max(np.abs(b)) for a, b in pairs]))
 
 
 def kernels(sizes: Sizes, platform: str) -> Checks:
-    """Checks attention ops and grouped products."""
+    """Yields the checks of attention ops and grouped products."""
     keys = jax.random.split(jax.random.key(0), 6)
     capability = hardware(jax.devices())["capability"]
     for variant, what in VARIANTS.items():
@@ -149,7 +150,7 @@ def kernels(sizes: Sizes, platform: str) -> Checks:
         right = in_float32(of(PLAIN, mask), inputs)
         for name, kernel in KERNELS.items():
             here = kernel.on(capability)
-            own = sizes.dtype == "float32" and name == PLAIN  # beside itself
+            own = sizes.dtype == "float32" and name == PLAIN  # this is the reference
             if platform not in kernel.platforms or own or not computes(here, what, sizes.attention[-1]):
                 continue
             masks = {"": mask}
@@ -161,7 +162,9 @@ def kernels(sizes: Sizes, platform: str) -> Checks:
                 op = of(name, its)
                 yield f"attention {name}, {variant}{how}", functools.partial(beside, op, right, inputs, sizes.tolerance)
     count, groups, k, n = sizes.grouped
-    size_g = jnp.array([0, *[count // groups] * (groups - 2), count - count // groups * (groups - 2)])  # one is empty
+    size_g = jnp.array(
+        [0, *[count // groups] * (groups - 2), count - count // groups * (groups - 2)]
+    )  # with an empty group
     args = [
         jax.random.normal(key, shape, sizes.dtype) for key, shape in ((keys[4], (count, k)), (keys[5], (groups, k, n)))
     ]
@@ -184,8 +187,8 @@ def computes(kernel: Kernel, what: Variant, width: int) -> bool:
 
 
 def attention(what: Variant, sizes: Sizes) -> tuple[list[jax.Array], Mask, Callable[..., Callable[..., jax.Array]]]:
-    """Returns the inputs of a variant of attention, its mask, and a function of an op's name and a mask that returns
-    the op as a function of the inputs, with zeros for padding."""
+    """Returns the inputs of a variant of attention, its mask, and a function. From the name of an op and a mask, that
+    function makes a function of the inputs, whose result is zero for padding."""
     rows, length, heads, kv_heads, width = sizes.attention
     keys = jax.random.split(jax.random.key(0), 6)
     of_key, of_value = what.widths(width)

@@ -1,15 +1,15 @@
-"""Measures the price and the effect of `batch_invariant` on this machine, and prints Markdown tables.
+"""Measures the cost and the effect of `batch_invariant` on this machine, and prints Markdown tables.
 
     python scripts/benchmark_batch_invariant.py [--tables training] [--models 66M] [--dtypes float32] [--repeats 5]
 
 Tables:
   training: CPU time of a training step.
-  decoding: CPU time of a decode step, for several batches.
-  bits: log-probabilities that generation returned with its tokens, compared with those of a training step's forward
-    pass over the same sequences: prompts and answers of different lengths, two in a row. Requests come and go in 8
-    slots.
+  decoding: CPU time of a decode step, for several batch sizes.
+  bits: differences between the log-probabilities that generation returns with its tokens and those that the forward
+    pass of a training step computes for the same sequences. Generation serves prompts and answers of different lengths
+    in 8 slots; a training row holds two sequences.
 
-Each is measured with and without the key. Programs take turns, and the least time of the repeats counts.
+Every table compares runs with and without the key. Programs run in turns, and each time is the minimum of the repeats.
 """
 
 import argparse
@@ -48,8 +48,8 @@ from trainer.objectives.forward import hidden_states
 from trainer.training.run import Run
 
 KEYS = {"without": "batch_invariant=false", "with": "batch_invariant=true"}
-LENGTH = 512  # tokens of a training row, and room for a sequence
-ROOM = LENGTH // 2  # of each of the two sequences in a row
+LENGTH = 512  # tokens of a training row, and the maximum length of a sequence
+ROOM = LENGTH // 2  # maximum tokens of each of the two sequences in a row
 
 
 def training(model: str, dtype: str, key: str) -> Callable[[], Any]:
@@ -86,7 +86,7 @@ def print_decoding(words: argparse.Namespace) -> None:
 
 
 def compared(without: float, with_key: float) -> tuple[str, ...]:
-    """Returns the cells of two times, given in seconds."""
+    """Converts two times in seconds to table cells: both times in milliseconds, and their ratio."""
     return f"{1e3 * without:.2f}", f"{1e3 * with_key:.2f}", f"{with_key / without:.2f}"
 
 
@@ -104,7 +104,7 @@ def rollouts(engine: MaxEngine, weights: Any, prompts: Sequence[list[int]], limi
 
 
 def row_of(engine: MaxEngine, sequences: Sequence[list[int]]) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Returns a training row with `sequences`, packed as the key demands, and where each begins."""
+    """Returns a training row with `sequences`, packed as `batch_invariant` requires, and the start of each sequence."""
     inputs, targets = (engine.packed([sequence[part] for sequence in sequences]) for part in (np.s_[:-1], np.s_[1:]))
     segments = inputs.decoder_segment_ids
     fields = {"inputs": inputs.padded_tokens, "inputs_position": inputs.decoder_positions}
@@ -113,7 +113,7 @@ def row_of(engine: MaxEngine, sequences: Sequence[list[int]]) -> tuple[dict[str,
 
 
 def trained(run: Run, variables: tuple, batch: dict[str, np.ndarray]) -> np.ndarray:
-    """Returns the log-probabilities [b, t] of the targets, from a program that computes gradients, too."""
+    """Returns the log-probabilities [b, t] of the targets, from a program that also computes gradients."""
     options = compiler_options(run.config, jax.default_backend())
 
     @functools.partial(jax.jit, compiler_options=options)
@@ -164,7 +164,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=[*DTYPES])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--requests", type=int, default=24, help="number of requests of the table bits")
+    parser.add_argument("--requests", type=int, default=24, help="number of requests for the table bits")
     words = parser.parse_args()
     print(f"jax {jax.__version__}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     for table in words.tables:

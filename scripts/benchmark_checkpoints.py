@@ -2,8 +2,8 @@
 
     python scripts/benchmark_checkpoints.py > docs/benchmarks/checkpoints.md
 
-One process holds a state of 500 MB and saves it to the disk of the system's temporary folder; reads may come from the
-page cache. Resuming is timed with the default model on synthetic rows, from the start of a process to its first step.
+One process saves a state of 500 MB to the system's temporary folder and restores it; reads may come from the page
+cache. Resuming is timed with the default model on synthetic rows, from the start of the process to its first step.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from trainer.backends.base import TrainTree
 from trainer.checkpoint.manager import CheckpointManager, inspect, restore
 from trainer.checkpoint.sidecar import Sidecar
 
-LEAVES, SIDE = 8, 4000  # float32 matrices of 64 MB
+LEAVES, SIDE = 8, 4000  # eight float32 matrices of 64 MB each
 MEGABYTES = LEAVES * SIDE**2 * 4 / 1e6
 SETTINGS = {
     "async_checkpointing": True,
@@ -48,7 +48,7 @@ def timed(act: Callable[[], object]) -> float:
 
 
 def large_state(rounds: int) -> dict[str, list[float]]:
-    """Returns the seconds of each part of saving and restoring, for each round."""
+    """Returns the seconds of each part of saving and restoring, by round."""
     key = jax.random.key(0)
     params = {f"kernel_{i}": jax.random.normal(jax.random.fold_in(key, i), (SIDE, SIDE)) for i in range(LEAVES)}
     tree = TrainTree(jnp.zeros((), jnp.int32), jax.block_until_ready(params), (), {})
@@ -70,8 +70,8 @@ def large_state(rounds: int) -> dict[str, list[float]]:
 
 
 def resuming(rounds: int) -> dict[str, list[float]]:
-    """Returns the seconds to the first step of a new run, from SIGTERM to the exit, and to the first step after
-    resuming."""
+    """Returns three times in seconds, by round: from the start of a new run to its first step, from SIGTERM to the
+    exit, and from the start of the resumed run to its first step."""
     seconds: dict[str, list[float]] = {name: [] for name in ("new", "exit", "resumed")}
     command = [sys.executable, "-m", "trainer.train", "dataset_type=synthetic", "steps=100000", "run_name=x"]
     for _ in range(rounds):
@@ -107,10 +107,10 @@ def main() -> None:
 
     large = {name: statistics.median(values) for name, values in large_state(rounds).items()}
     print(f"| a state of {MEGABYTES:.0f} MB, one device | seconds, median of {rounds} | MB/s |\n|---|---|---|")
-    print(f"| a save keeps the loop waiting | {large['blocked']:.3f} | |")
+    print(f"| a save blocks the loop | {large['blocked']:.3f} | |")
     for name, what in (
-        ("committed", "a save until it is committed, sums and all"),
-        ("summed", "comparing the sums before a restore"),
+        ("committed", "a save until it is committed, including checksums"),
+        ("summed", "comparing the checksums before a restore"),
         ("restored", "the restore itself"),
     ):
         print(f"| {what} | {large[name]:.2f} | {MEGABYTES / large[name]:,.0f} |")

@@ -5,9 +5,11 @@
     XLA_FLAGS=--xla_force_host_platform_device_count=8 python scripts/benchmark_context.py --memory --sent --steps 4
     python scripts/benchmark_context.py --work
 
-The first command compiles for TPUs, one case at a time, and appends their figures to the file; a case that it has is
-not measured again. DIR is that of benchmark_memory.py; its libtpu then compiles both programs. The third one compiles
-for this machine's CPU devices, and times steps on them. The last one only counts.
+The first command compiles the cases for TPUs, one at a time, and appends their figures to the file; a case that the
+file already contains is not measured again. With DIR, the folder that benchmark_memory.py describes, MaxText's steps
+are measured, too, and the libtpu in DIR compiles both programs. The second command prints the table of a file. The
+third command compiles for this machine's CPU devices, and times steps on them. The last command only counts the tiles
+of attention scores that each device computes.
 """
 
 import json
@@ -25,10 +27,10 @@ from benchmark_memory import ROOT, maxtext, options, read, run, write
 STRATEGY = "context_parallel_strategy"
 BALANCE = "context_parallel_load_balance"
 DEVICES, LENGTHS = (1, 2, 4, 8), (8192, 16384, 32768)
-DOCUMENTS = (1024, 4096, 16384)  # mean tokens
-ULYSSES = 2  # devices of the axis context_usp_ulysses with the strategy usp
+DOCUMENTS = (1024, 4096, 16384)  # mean tokens per document
+ULYSSES = 2  # devices on the axis context_usp_ulysses with the strategy usp
 STRATEGIES = ("all_gather", "ring", "ulysses", "usp")
-HEADS, WIDTH = 8, 64  # of one attention layer, and of MODEL
+HEADS, WIDTH = 8, 64  # number and width of the heads, in the single attention layer and in MODEL
 MODEL = [
     *("dataset_type=synthetic", "eval_interval=-1", "base_emb_dim=512", "base_mlp_dim=1536", "vocab_size=512"),
     *(f"base_num_query_heads={HEADS}", f"base_num_kv_heads={HEADS}", f"head_dim={WIDTH}", "remat_policy=full"),
@@ -39,12 +41,12 @@ TPU = [
     *("compile_topology_num_slices=1", "ici_context_parallelism=4", "ici_fsdp_parallelism=4"),
     *("per_device_batch_size=0.25", "max_target_length=32768", "remat_policy=full", "attention=flash"),
 ]
-TOKAMAX = ["use_tokamax_splash=true", "use_jax_splash=false"]  # what MaxText's rings ask for
-# Name: settings of both programs, more settings of MaxText's; None: it is not compiled.
+TOKAMAX = ["use_tokamax_splash=true", "use_jax_splash=false"]  # required by MaxText's ring strategies
+# The settings of both programs by name, and additional settings of MaxText; None: MaxText's step is not compiled.
 CASES: dict[str, tuple[list[str], list[str] | None]] = {
     "all_gather": ([f"{STRATEGY}=all_gather"], []),
     "ring": ([f"{STRATEGY}=ring"], TOKAMAX),
-    "ulysses": ([f"{STRATEGY}=ulysses"], None),  # MaxText's does not fit
+    "ulysses": ([f"{STRATEGY}=ulysses"], None),  # MaxText's step does not fit into memory
     "usp, 2 x 2": (
         [
             *(f"{STRATEGY}=usp", "ici_context_parallelism=2", "ici_context_usp_ulysses_parallelism=2"),
@@ -73,7 +75,7 @@ def trainer(settings: list[str]) -> dict[str, Any]:
 
 
 def permutes(text: str) -> Iterator[dict[str, Any]]:
-    """Yields for each permute of a scheduled module its bytes, and what runs between its start and its end."""
+    """Yields, for each permute of a scheduled module, its bytes and the operations between its start and its end."""
     from trainer.aot.hlo import parse
 
     for name, computation in parse(text).computations.items():
@@ -131,8 +133,8 @@ def sizes(strategy: str, n: int) -> tuple[int, int]:
 
 
 def layer(strategy: str, n: int, length: int) -> tuple[Any, Any, Any, Any]:
-    """Returns an attention layer without projections, a function that also has its gradients, its abstract float32
-    arguments for one row, and its mesh of `n` devices. One device computes with the code of the ring."""
+    """Returns an attention layer without projections, a function that also returns the layer's gradients, abstract
+    float32 arguments for one row, and a mesh of `n` devices. A single device uses the code of the ring."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -183,13 +185,13 @@ def built(strategy: str, n: int, length: int, *settings: str) -> Any:
 
 
 def fits(strategy: str, n: int) -> bool:
-    """Returns whether a strategy has a mesh of `n` devices."""
+    """Returns whether a strategy supports `n` devices."""
     return n == 1 or strategy != "usp" or n >= 2 * ULYSSES
 
 
 def memory() -> None:
-    """Prints temporaries of a layer and of a step by strategy, length and number of devices, and n times theirs
-    against those of the least number of devices that the strategy has."""
+    """Prints the temporaries of a layer and of a step by strategy, length and number of devices. The column `n x` is
+    the total over all devices, relative to the total with the fewest devices above one that the strategy supports."""
 
     def of_layer(strategy: str, n: int, length: int) -> int:
         _, both, given, _ = layer(strategy, n, length)
@@ -215,7 +217,7 @@ def memory() -> None:
 
 
 def sent() -> None:
-    """Prints the bytes that a device sends in the forward pass of a layer, against the formulas."""
+    """Prints the bytes that a device sends in the forward pass of a layer, and the bytes that a formula predicts."""
     import jax
 
     from trainer.aot.cost import analyze
@@ -238,11 +240,12 @@ def sent() -> None:
 
 
 def work(rows: int = 16) -> None:
-    """Prints the tiles of scores that devices compute, by the rule of `ops.ring`: of rows with one document, and of
-    packed rows by the mean tokens of a document.
+    """Prints how many tiles of attention scores the devices compute by the rule of `ops.ring`: for rows with one
+    document, and for packed rows by mean document length.
 
-    Shares of all tiles of the row, means over rows: those that a device computes; those of the slowest device, which
-    all_gather waits for; and the sum of those of the slowest device in each round, which a ring waits for.
+    Counts are relative to all tiles of a device's queries, and averaged over rows. The table has the mean over devices;
+    the maximum over devices, for which all_gather waits; and the sum over rounds of each round's maximum, for which a
+    ring waits.
     """
     import numpy as np
 
@@ -266,8 +269,8 @@ def work(rows: int = 16) -> None:
 
 
 def documents(rng: Any, length: int, mean: int) -> Any:
-    """Returns the document of each token of a row, [length]; lengths of documents are log-normal with sigma 1. `mean`:
-    their mean in tokens; 0: one document."""
+    """Returns the document index of each token of a row, [length]. Document lengths are log-normal with sigma 1 and a
+    mean of `mean` tokens; if `mean` is 0, the row is one document."""
     import numpy as np
 
     if not mean:
@@ -277,8 +280,9 @@ def documents(rng: Any, length: int, mean: int) -> Any:
 
 
 def tiles(at: Any, segment: Any, n: int, block: int) -> Any:
-    """Returns how many tiles of scores each device computes with the keys of each, [n, n]. `at`: the true index of each
-    token. A tile is computed if the last query of a document in it is not before the document's first key."""
+    """Returns how many tiles of scores each device computes with the keys of each device, [n, n]. `at` is each token's
+    index in the original order. A tile is computed if it contains a query and a key of the same document, and the
+    document's last query in the tile is not before its first key."""
     import numpy as np
 
     blocks = len(at) // block
@@ -292,7 +296,7 @@ def tiles(at: Any, segment: Any, n: int, block: int) -> Any:
 
 
 def in_rounds(counts: Any) -> Any:
-    """Returns `counts` [device, source] as [device, round]."""
+    """Returns `counts` [device, source device], rearranged to [device, round]."""
     import numpy as np
 
     device = np.arange(len(counts))[:, None]
@@ -300,7 +304,7 @@ def in_rounds(counts: Any) -> Any:
 
 
 def times(steps: int, length: int) -> None:
-    """Prints the CPU seconds of a step of MODEL by strategy; the runs take turns."""
+    """Prints the CPU seconds of a step of MODEL by strategy. The strategies are timed in turns."""
     import jax
     from benchmark_default import batch_of
 
@@ -329,10 +333,12 @@ def main() -> None:
     """Measures, or prints the table of the measurements."""
     parser = options(__doc__)
     parser.add_argument("--steps", type=int, help="time this many steps on this machine's CPU")
-    parser.add_argument("--memory", action="store_true", help="temporaries of programs for this machine's CPU")
-    parser.add_argument("--sent", action="store_true", help="bytes that a layer sends")
-    parser.add_argument("--work", action="store_true", help="tiles of scores by device")
-    parser.add_argument("--length", type=int, default=4096, help="tokens of a row of these steps")
+    parser.add_argument(
+        "--memory", action="store_true", help="print the temporaries of programs for this machine's CPU"
+    )
+    parser.add_argument("--sent", action="store_true", help="print the bytes that a device sends in a layer")
+    parser.add_argument("--work", action="store_true", help="print the tiles of scores that devices compute")
+    parser.add_argument("--length", type=int, default=4096, help="tokens per row with --steps")
     given = parser.parse_args()
     if given.out:
         measure(given.out, given.maxtext, given.only)

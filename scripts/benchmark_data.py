@@ -1,7 +1,7 @@
 """Measures tokens per second of both data pipelines on one core: `taskset -c 0 python scripts/benchmark_data.py`.
 
-The documents are the sources of the standard library, written as files of each format into a temporary folder. The
-script measures CPU time, so that other work on the machine does not count. Prints the table of docs/benchmarks/data.md.
+The documents are the sources of the standard library, written to a temporary folder in each file format. The script
+measures CPU time, so that other work on the machine does not count. It prints the table of docs/benchmarks/data.md.
 """
 
 import json
@@ -34,7 +34,8 @@ CASES = (
 
 
 def write_files(folder: Path, kind: str) -> int:
-    """Writes the corpus as 8 files of a format, or one file per document. Returns its bytes of text."""
+    """Writes the corpus as 8 files of a format, or for "text" as one file per document. Returns the corpus's size in
+    bytes."""
     folder.mkdir()
     files = read_files(stdlib_folder())
     for i, file in enumerate(files if kind == "text" else ()):
@@ -74,7 +75,7 @@ def write_tokens(folder: Path) -> None:
 
 
 def open_files(folder: Path, kind: str, cache: Path, **keys: object) -> tuple[Dataset, float]:
-    """Returns the dataset, and the seconds to open it."""
+    """Returns the dataset, and the CPU seconds to open it."""
     settings = {
         "dataset_type": "grain",
         "grain_file_type": kind,
@@ -92,7 +93,8 @@ def open_files(folder: Path, kind: str, cache: Path, **keys: object) -> tuple[Da
 
 
 def rate(dataset: Dataset) -> tuple[float, float, float]:
-    """Returns the median million loss-bearing tokens per second, their share of the rows, and the seconds to resume."""
+    """Returns the median rate of loss-bearing tokens in millions per CPU second, the share of positions that such
+    tokens fill, and the CPU seconds to resume."""
     stream = dataset.train_stream(rows=ROWS)
     _, position = next(stream)
     rates, tokens, places = [], 0, 0
@@ -114,7 +116,7 @@ def rate(dataset: Dataset) -> tuple[float, float, float]:
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Prints the table."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
     cores = len(os.sched_getaffinity(0))
     print(f"`taskset -c 0 python scripts/benchmark_data.py`, commit {commit.stdout.strip()}, {cores} core ", end="")
@@ -122,7 +124,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         size = {kind: write_files(folder / kind, kind) for kind in KINDS}["jsonl"]
-        # Trained once and used by all.
+        # All cases use one tokenizer, which this call trains.
         open_files(folder, "jsonl", folder / "bpe", tokenizer_path="", data_pipeline="streaming")
         next(path for path in (folder / "bpe").iterdir() if path.is_dir()).rename(folder / "tokenizer")
         columns = ("files", "packing", "prepare, MB/s", "prepared, Mtok/s", "streaming, Mtok/s", "resume, s", "filled")

@@ -2,9 +2,9 @@
 
     python scripts/benchmark_default.py > docs/benchmarks/default-run.md
 
-Ratios are measured within one run of this script: the matrix-multiply peak and the step are timed alternately. The FLOP
-convention is that of models/flops.py: 6 per parameter of a matrix product and token, causal attention counts half, and
-recomputation does not count.
+The step and the matrix-multiply peak are timed alternately, so that other load affects both. FLOPs are counted as in
+models/flops.py: 6 per token for each parameter of a matrix product, half of the square for causal attention, and none
+for recomputation.
 """
 
 import os
@@ -32,7 +32,7 @@ ROUNDS, STEPS = 5, 20
 
 
 def built(*args, **overrides):
-    """Returns a run with base.yml's defaults, on synthetic rows so that no data are prepared."""
+    """Returns a run with base.yml's defaults, on synthetic rows, which need no preparation."""
     overrides = {"dataset_type": "synthetic", "eval_interval": -1} | overrides
     return build(load([*args, *(f"{k}={v}" for k, v in overrides.items())]).config, jax.devices())
 

@@ -1,9 +1,9 @@
-"""Compares the estimated time of a step with the measured one on CPU devices and prints a Markdown report.
+"""Compares the estimated time of a step with the measured time on CPU devices and prints a Markdown report.
 
     python scripts/benchmark_estimate.py > docs/benchmarks/estimate.md
 
 The machine's peak figures and the steps are measured alternately, so that other load slows both. Simulated devices
-share the machine: each has its part of the peak and of the memory bandwidth, and collectives go through memory too.
+share the machine: each has an equal share of the peak FLOP/s and of the memory bandwidth, which collectives use, too.
 """
 
 import os
@@ -64,7 +64,7 @@ class Machine:
         self.bandwidths.clear()
 
     def measure(self) -> None:
-        """Makes one more measurement."""
+        """Adds a measurement of both peaks."""
         started = time.perf_counter()
         jax.block_until_ready(self.product(self.matrix, self.matrix))
         self.peaks.append(2 * 2048**3 / (time.perf_counter() - started))
@@ -73,15 +73,15 @@ class Machine:
         self.bandwidths.append(2 * self.array.nbytes / (time.perf_counter() - started))
 
     def chip(self, devices: int) -> Chip:
-        """Returns one of `devices` simulated devices."""
+        """Returns the specification of one of `devices` simulated devices."""
         share = statistics.median(self.bandwidths) / devices
         peak = {"f32": statistics.median(self.peaks) / devices, "bf16": statistics.median(self.peaks) / devices}
         return Chip("cpu", ("cpu",), 1, 0, share, peak, share, 1, share, share)
 
 
 def row(machine: Machine, name: str, devices: int, overrides: dict[str, object]) -> tuple[str, str]:
-    """Compares estimate and step. Returns a line for each of the two tables, the second with the parts of the
-    estimate."""
+    """Compares the estimate with a measured step. Returns a row of the first table, and a row of the second table,
+    which has the parts of the estimate."""
     settings = {"dataset_type": "synthetic", "eval_interval": -1, "enable_checkpointing": False} | overrides
     run = build(load(["base.yml", *(f"{k}={v}" for k, v in settings.items())]).config, jax.devices()[:devices])
     with tempfile.TemporaryDirectory() as folder:
@@ -125,7 +125,7 @@ load {load_average:.1f}.
 |{"---|" * 4}
 {chr(10).join(summary for summary, _ in rows)}
 
-The parts of the estimate, in milliseconds; GFLOP and GB are those of all devices:
+The parts of the estimate, in milliseconds; GFLOP and GB are totals of all devices:
 
 | model | devices | GFLOP | GB | compute | memory | network | serial | bound |
 |{"---|" * 9}

@@ -1,17 +1,17 @@
-"""Measures generation on this machine against `generate` of transformers, and prints Markdown tables.
+"""Compares the speed of generation with that of transformers' `generate` on this machine, and prints Markdown tables.
 
     pip install -e ".[goldens]" && python scripts/benchmark_generate.py [--tables speed] [--models 66M] [--repeats 5]
 
 Tables:
-  speed: CPU time of prompts and of decode steps, for models, dtypes, batches and ways to draw. A ratio is the time of
-    transformers divided by ours. Both programs have the same random weights and prompts. Their greedy tokens are
+  speed: CPU time of prompts and of decode steps, by model, dtype, batch size and sampling method. A ratio is the time
+    of transformers divided by ours. Both programs have the same random weights and prompts. Their greedy tokens are
     compared up to the first near tie.
-  slots: tokens/s of elapsed time with every slot in use, float32.
-  starts: complete processes of `trainer.generate`, without and with JAX's cache of compiled programs.
+  slots: decoded tokens per second of elapsed time with every slot in use, in float32.
+  starts: complete processes of `trainer.generate`, with an empty and with a filled JAX compilation cache.
 
-Programs take turns in one process, and the least time of the repeats counts. Except in the starts, compilation is not
-in the times. CPU time is that of all threads of the process. Run this on an idle machine: with other programs on two
-cores, a float32 step of transformers took two to six times as long, in CPU time, too. The load is printed.
+Programs run in turns in one process, and each time is the minimum of the repeats. Only the table starts includes
+compilation. CPU time includes all threads of the process. Run this on an idle machine: with other programs running on
+two cores, a float32 step of transformers took two to six times as long, even in CPU time. The load is printed.
 """
 
 import argparse
@@ -54,14 +54,14 @@ MODELS = {
 }
 DTYPES = ("float32", "bfloat16")
 DRAWING = {"greedy": Sampling(0.0), "topk": Sampling(1.0, 50)}
-LENGTH, NEW = 64, 33  # tokens of a prompt, and new ones
+LENGTH, NEW = 64, 33  # tokens of a prompt, and new tokens
 SLOTS = (1, 8, 32)
-# Two logits are a near tie if they differ by less than this share of the largest: some roundings of the dtype.
+# Two logits are a near tie if they differ by less than this share of the largest logit: a few rounding errors.
 TIE = {"float32": 1e-4, "bfloat16": 2e-2}
 
 
 class Cost(NamedTuple):
-    """What a program took, in seconds, and what it returned."""
+    """The CPU and elapsed seconds of a call, and its result."""
 
     cpu: float
     elapsed: float
@@ -70,14 +70,15 @@ class Cost(NamedTuple):
 
 def measured(program: Callable[[], Any]) -> Cost:
     """Returns the cost of a call."""
-    time.sleep(0.05)  # until threads of the program before have stopped to look for work
+    time.sleep(0.05)  # until threads of the previous program have stopped spinning
     elapsed, cpu = time.perf_counter(), time.process_time()
     result = program()
     return Cost(time.process_time() - cpu, time.perf_counter() - elapsed, result)
 
 
 def in_turns(programs: dict[Hashable, Callable[[], Any]], repeats: int) -> dict[Any, Cost]:
-    """Returns the least CPU and elapsed seconds of each program, and its last result. The first round compiles."""
+    """Returns the minimum CPU and elapsed seconds of each program, and its last result. A first round, which compiles,
+    is not counted."""
     rounds = [{name: measured(program) for name, program in programs.items()} for _ in range(repeats + 1)]
     least = {}
     for name in programs:
@@ -87,7 +88,8 @@ def in_turns(programs: dict[Hashable, Callable[[], Any]], repeats: int) -> dict[
 
 
 def generations_in_turns(generations: dict[str, Callable[[int], Any]], repeats: int) -> dict[str, tuple[Cost, Cost]]:
-    """Returns the cost of the prompts with their first tokens, whose result are all tokens, and of a decode step."""
+    """Returns two costs by name: of the prompts up to their first tokens, and of one decode step. The first cost's
+    result is all tokens."""
     counts = list(itertools.product(generations, (1, NEW)))
     costs = in_turns({(name, new): functools.partial(generations[name], new) for name, new in counts}, repeats)
     found = {}
@@ -116,7 +118,7 @@ def prompts_of(model: str, count: int) -> list[list[int]]:
 
 
 def ours(engine: MaxEngine, params: Any, prompts: Sequence[list[int]], sampling: Sampling) -> Callable[[int], Any]:
-    """Returns a function that generates a number of tokens after every prompt, and returns them: int32 [b, n]."""
+    """Returns a function that generates n tokens after every prompt and returns them: int32 [b, n]."""
 
     def generate(new: int) -> np.ndarray:
         state, first = engine.init_decode_state(), []
@@ -132,7 +134,7 @@ def ours(engine: MaxEngine, params: Any, prompts: Sequence[list[int]], sampling:
 
 
 def decoded(engine: MaxEngine, params: Any, state: DecodeState, steps: int) -> list[np.ndarray]:
-    """Returns the tokens [slots] of each of the next decode steps. `state` is donated."""
+    """Returns the tokens [slots] of each of the next `steps` decode steps. `state` is donated."""
     tokens = []
     for _ in range(steps):
         state, result = engine.generate(params, state)
@@ -150,7 +152,7 @@ def exported(folder: Path, engine: MaxEngine) -> Path:
 
 
 def loaded(folder: Path, dtype: str) -> Any:
-    """Returns the model of transformers."""
+    """Returns the model in `folder`, loaded by transformers."""
     import torch
     import transformers
 
@@ -159,7 +161,8 @@ def loaded(folder: Path, dtype: str) -> Any:
 
 
 def theirs(model: Any, prompts: Sequence[list[int]], sampling: Sampling, **more: Any) -> Callable[[int], Any]:
-    """See `ours`. `more`: further arguments of `generate`, which may change what is returned."""
+    """Returns the counterpart of `ours` for transformers. `more`: further arguments of `generate`, which may change
+    what it returns."""
     import torch
 
     rows = torch.tensor(prompts)
@@ -175,7 +178,8 @@ def theirs(model: Any, prompts: Sequence[list[int]], sampling: Sampling, **more:
 
 
 def agreement(tokens: np.ndarray, model: Any, prompts: Sequence[list[int]], tie: float) -> str:
-    """Returns whether greedy `tokens` [b, n] are those of transformers, up to the first near tie of each row."""
+    """Compares greedy `tokens` [b, n] with those of transformers, up to the first near tie of each row. Returns the
+    result in words."""
     found = theirs(model, prompts, DRAWING["greedy"], output_logits=True, return_dict_in_generate=True)(NEW)
     expected = found.sequences[:, LENGTH:].numpy()
     ties = []
@@ -220,11 +224,11 @@ def print_speed(words: argparse.Namespace, scratch: Path) -> None:
                     cells = itertools.chain(*map(compared, costs[scan], costs[""]))
                     print_row(model, dtype, batch, drawing, scan, *cells, same)
             del engines, weights, programs
-            gc.collect()  # engines refer to themselves, and have weights
+            gc.collect()  # engines are in reference cycles, and hold weights
 
 
 def compared(cost: Cost, other: Cost) -> tuple[str, ...]:
-    """Returns the cells of our cost and that of transformers."""
+    """Returns the table cells that compare our cost with that of transformers."""
     times = f"{1e3 * cost.cpu:.2f}", f"{1e3 * other.cpu:.2f}"
     return (*times, f"{other.cpu / cost.cpu:.2f}", f"{other.elapsed / cost.elapsed:.2f}")
 

@@ -1,14 +1,16 @@
-"""Measures training steps on one GPU: a few cases whose memory was compiled before, each in a process of its own.
+"""Measures training steps on one GPU: a few cases that are known to fit into its memory, each in its own process.
 
-    python scripts/benchmark_gpu.py --seconds 300     # the cases in this order, until the seconds are used up
-    python scripts/benchmark_gpu.py --small           # two tiny cases, on any platform: shows that the script works
+    python scripts/benchmark_gpu.py --seconds 300     # the most important cases first, until the time is used up
+    python scripts/benchmark_gpu.py --small           # two tiny cases on any platform, to test the script
 
-Prints a row for each case, and writes all of them to `--output` after each one. A case begins if the longest one so far
-would fit into the seconds that are left; the first needs FIRST. One that is still running when they are over is
-stopped. MFU is that of scripts/check_accelerator.py: the model's operations, relative to the published dense bfloat16
-peak also with `quantization`. Rows hold one document, so that the operations that are counted are those that are done.
+Prints a row for each case, and writes all results so far to `--output` after each case. A case starts only if the
+longest case so far would fit into the remaining time; the first case needs FIRST seconds. A case that is still running
+when the time is over is stopped. MFU is defined as in scripts/check_accelerator.py: the model's operations, relative to
+the published dense bfloat16 peak, even with `quantization`. Each row is one document, so that the counted operations
+equal the executed ones.
 
-`scripts/compile_gpu.py benchmark` compiles the same cases on a machine without a GPU; docs/benchmarks/gpu.md has them.
+`scripts/compile_gpu.py benchmark` compiles the same cases on a machine without a GPU; docs/benchmarks/gpu.md has
+results.
 
 Exit code: 0, 1 if a case failed, 2 without an accelerator.
 """
@@ -36,9 +38,9 @@ from check_accelerator import LARGE, TINY, batch_of, commit, config_of, peak_of
 from trainer.training.build import build
 from trainer.training.memory import memory_in_use
 
-FIRST = 60  # seconds of a case, before any has shown how long one takes
+FIRST = 60  # seconds that the first case is assumed to take
 ABSENT = 2  # the exit code without an accelerator
-ROUNDS = 4  # the first one warms up
+ROUNDS = 4  # the first round warms up
 LENGTH = "max_target_length=4096 packing=false dtype=bfloat16"
 LAYERS = f"model_name=llama3.1-8b base_num_decoder_layers=8 {LENGTH}"
 EXPERTS = (
@@ -48,7 +50,7 @@ EXPERTS = (
 
 
 class Case(NamedTuple):
-    """A model, how it is trained, and the steps of a round."""
+    """A model, its training settings, and the steps per round."""
 
     name: str
     model: str
@@ -58,12 +60,12 @@ class Case(NamedTuple):
 
     @property
     def keys(self) -> str:
-        """The keys of its configuration."""
+        """The configuration, as key=value words."""
         return f"{self.model} per_device_batch_size={self.rows} remat_policy={self.remat_policy}"
 
 
 _SAVED, _EXCEPT_MLP = "minimal_with_context", "save_dot_with_context_except_mlp"
-# Those that fit into the share of the memory that JAX takes, 75 %, as they were compiled. The most important first.
+# By ahead-of-time compilation, these fit into the 75 % of the memory that JAX allocates. The most important come first.
 CASES = (
     Case("1.1 B", f"{LARGE} {LENGTH}", 16, _SAVED, steps=3),
     Case("8 layers of 8 B", LAYERS, 4, _SAVED),
@@ -72,7 +74,7 @@ CASES = (
     Case("experts with capacity", f"{EXPERTS} sparse_matmul=false capacity_factor=1.25", 4, _SAVED),
     Case("experts, dropless", EXPERTS, 4, _SAVED),
     Case("8 layers of 8 B", LAYERS, 8, _EXCEPT_MLP, steps=3),
-    Case("1.1 B", f"{LARGE} {LENGTH}", 4, "full"),  # as in the check
+    Case("1.1 B", f"{LARGE} {LENGTH}", 4, "full"),  # as in check_accelerator.py
 )
 SMALL = (
     Case("tiny", f"{TINY} max_target_length=64", 2, "full", steps=1),
@@ -81,7 +83,7 @@ SMALL = (
 
 
 def measured(case: Case, devices: Sequence[jax.Device]) -> dict[str, Any]:
-    """Returns the figures of a case: seconds, bytes, and FLOP/s of a device."""
+    """Returns the figures of a case, such as seconds per step, bytes, and FLOP/s per device."""
     began = time.perf_counter()
     run = build(config_of(case.keys), devices)
     step = run.compile_on_leaves()
@@ -127,12 +129,12 @@ def row(case: Case, found: dict[str, Any]) -> str:
 
 
 def in_a_process(index: int, small: bool, seconds: float) -> dict[str, Any]:
-    """Measures a case in a process of its own: its peak of memory, and its failure, are then its own."""
+    """Measures a case in a new process, so that its peak memory is its own, and its failure affects no other case."""
     words = [sys.executable, __file__, "--case", str(index), *["--small"] * small]
     try:
         done = subprocess.run(words, stdout=subprocess.PIPE, text=True, timeout=seconds, check=False)
     except subprocess.TimeoutExpired:
-        return {"result": "stopped, because the seconds were over"}
+        return {"result": "stopped, because the time was over"}
     if done.returncode == ABSENT:
         raise SystemExit(ABSENT)
     return (
@@ -143,14 +145,14 @@ def in_a_process(index: int, small: bool, seconds: float) -> dict[str, Any]:
 
 
 def alone(case: Case, small: bool) -> int:
-    """Prints the figures of a case, or how it failed, as JSON. Returns the exit code."""
+    """Prints the figures or the error of a case as JSON. Returns the exit code."""
     devices = jax.devices()[:1]
     if devices[0].platform == "cpu" and not small:
-        print("error: there is no accelerator; --small tries the script on a CPU", file=sys.stderr)
+        print("error: there is no accelerator; use --small to test the script on a CPU", file=sys.stderr)
         return ABSENT
     try:
         found = measured(case, devices)
-    except Exception as error:  # of any kind: it is the result
+    except Exception as error:  # any error is a result of the benchmark
         traceback.print_exc()
         found = {"result": f"FAILED: {type(error).__name__}: {' '.join(str(error).split())[:200].replace('|', '/')}"}
     print(json.dumps(found))
@@ -162,8 +164,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--output", type=Path, default=Path("benchmark_gpu.json"))
-    parser.add_argument("--small", action="store_true", help="tiny cases, on any platform")
-    parser.add_argument("--case", type=int, help="only this one, from 0, in this process; prints its figures as JSON")
+    parser.add_argument("--small", action="store_true", help="run tiny cases, on any platform")
+    parser.add_argument("--case", type=int, help="index of the only case to run, in this process; prints JSON")
     given, began = parser.parse_args(argv), time.monotonic()
     cases = SMALL if given.small else CASES
     if given.case is not None:
@@ -176,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for index, case in enumerate(cases):
         left, started = given.seconds - (time.monotonic() - began), time.monotonic()
         if left < (longest := max(taken, default=FIRST)):
-            found = {"result": f"left out: it may take {longest:.0f} seconds, and {max(left, 0):.0f} are left"}
+            found = {"result": f"left out: it may take {longest:.0f} seconds, but only {max(left, 0):.0f} are left"}
         else:
             found = in_a_process(index, given.small, left)
             taken.append(time.monotonic() - started)

@@ -1,12 +1,12 @@
-"""Trains a small model on sums with GRPO, with and without batch_invariant, and prints a Markdown table.
+"""Trains a small model to add numbers with GRPO, with and without batch_invariant, and prints a Markdown table.
 
-    python scripts/benchmark_grpo.py FOLDER                 train what is not there yet, print the table
+    python scripts/benchmark_grpo.py FOLDER                 train the missing runs, print the table
     python scripts/benchmark_grpo.py FOLDER --plot X.svg    the same, and draw the curves (needs matplotlib)
-    python scripts/benchmark_grpo.py FOLDER --quick         a few rounds with one seed, to see that it works
+    python scripts/benchmark_grpo.py FOLDER --quick         a few rounds with one seed, to test the script
 
-All runs begin with the same model, which supervised fine-tuning on some sums made. A seed is that of the order of the
-prompts and of the draws. The accuracy is that of greedy answers to 2,000 held-out sums; seconds are those of the steps,
-with their rollouts and without evaluations and the first round, which compiles.
+All runs begin with the same model, the result of supervised fine-tuning on sums. A seed determines the order of the
+prompts and the sampling. Accuracy is measured with greedy answers to 2,000 held-out sums. Seconds include the steps and
+their rollouts, but neither evaluations nor the first round, which compiles.
 """
 
 import argparse
@@ -69,7 +69,7 @@ GRPO = {
 }
 KINDS: dict[str, dict[str, Any]] = {
     "default": {},
-    # The shortest row has 128 tokens, and one sequence. These few rounds show bits and time, not what is learnt.
+    # Each row holds one sequence and has at least 128 tokens. So few rounds show bits and time, but no learning.
     "batch_invariant": {
         "batch_invariant": "true",
         "max_target_length": 128,
@@ -84,7 +84,15 @@ GOAL = 0.8
 
 
 class Curve(NamedTuple):
-    """A run: `points` are (seconds, accuracy)."""
+    """A run's measurements.
+
+    Attributes:
+      points: (seconds, accuracy) of each evaluation.
+      rounds: number of rounds.
+      in_rollouts: the share of the step time that rollouts take.
+      drift: the largest rollout_log_prob_max_diff.
+      cpu_seconds: CPU time of the whole run.
+    """
 
     points: list[tuple[float, float]]
     rounds: int
@@ -94,7 +102,8 @@ class Curve(NamedTuple):
 
 
 def trained(folder: Path, program: str, name: str, keys: dict[str, Any]) -> Path:
-    """Returns the folder of a run, which is first trained unless it is complete; its CPU time is in cpu_seconds."""
+    """Returns the folder of a run, which is trained first unless it is complete. The folder's file cpu_seconds contains
+    the CPU time."""
     run, words = folder / "runs" / name, [f"{key}={value}" for key, value in {**keys, "run_name": name}.items()]
     if not (run / "cpu_seconds").exists():
         paths = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
@@ -117,13 +126,13 @@ def accuracy(run: Path) -> float:
 
 
 def curve(run: Path, before: float) -> Curve:
-    """Returns the curve of a run whose model answers a share `before` of the sums at first."""
+    """Returns the curve of a run that begins with the accuracy `before`."""
     text = (run / "metrics.jsonl").read_text(encoding="utf-8")
     rows: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines()]
     points, seconds = [(0.0, before)], 0.0
     steps = [row for row in rows if "step_time" in row]
     for row in rows:
-        # The first round compiles.
+        # The first round, which compiles, is not counted.
         seconds += row.get("step_time", 0.0) if row["step"] else 0.0
         if "eval_reward" in row:
             points.append((seconds, row["eval_reward"]))
@@ -169,7 +178,7 @@ def plot(curves: dict[str, list[Curve]], file: str) -> None:
 
 
 def main() -> None:
-    """Makes the missing runs in the folder, then reports."""
+    """Trains the missing runs, then reports."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--plot", metavar="FILE")
@@ -179,7 +188,7 @@ def main() -> None:
     sums.write(folder / "sums")
     own = QUICK if given.quick else {}
     trained(folder, "trainer.train", "tuned", TASK | MODEL | TUNING | ({"steps": 20} if given.quick else {}))
-    # An update with the rate 0, and then the evaluation.
+    # One update with learning rate 0, so that the evaluation measures the accuracy before GRPO.
     first = {"learning_rate": 0, "num_batches": 1, "eval_interval": 1, "warmup_steps_fraction": 0}
     before = accuracy(trained(folder, "trainer.grpo", "before", TASK | GRPO | own | first))
     curves: dict[str, list[Curve]] = {kind: [] for kind in KINDS}

@@ -1,16 +1,16 @@
-"""Measures generation and serving of a GGUF file beside llama.cpp and transformers, and prints Markdown tables.
+"""Compares generation and serving of a GGUF file with llama.cpp and transformers, and prints Markdown tables.
 
     python scripts/benchmark_llama_cpp.py MODEL.gguf FOLDER PYTHON [--tables generate,serve] [--threads 2] [--repeats 3]
 
-PYTHON is the Python of an environment with cyllama (0.2.18, a wheel of llama.cpp), torch and transformers. FOLDER keeps
-the model in each form, so that the next run finds it.
+PYTHON is the Python of an environment with cyllama (0.2.18, a wheel of llama.cpp), torch and transformers. FOLDER
+caches the converted forms of the model.
 
-generate  a greedy decode step of 1 and of 4 sequences after prompts of 32 tokens. Each program is a process that holds
-          its model; all take turns, and the least of the repeats counts.
-serve     answers of trainer.serve's /v1/chat/completions to 1 and 4 clients at once. The server of cyllama 0.2.18
-          answers only the first question, so it is not measured.
+generate  a greedy decode step of 1 and of 4 sequences after prompts of 32 tokens. Each program is a process with a
+          loaded model. The programs run in turns, and each time is the minimum of the repeats.
+serve     answers of trainer.serve's /v1/chat/completions to 1 and 4 concurrent clients. The server of cyllama 0.2.18
+          answers only its first request, so it is not measured.
 
-CPU time is that of all threads. On a machine with other work it is a better measure than seconds.
+CPU time includes all threads. On a machine with other load, it is a better measure than elapsed time.
 """
 
 import argparse
@@ -27,10 +27,10 @@ from typing import Any
 from benchmark_serve import cpu_of, is_ready
 
 PROMPT, NEW = 32, 17
-FORMS = {"float32": "float32", "bfloat16": "bfloat16", "int8": "q8_0"}  # and llama.cpp's names of them
+FORMS = {"float32": "float32", "bfloat16": "bfloat16", "int8": "q8_0"}  # llama.cpp's name of each form
 HALF = ["dtype=bfloat16", "weight_dtype=bfloat16"]
 PORT, CLIENTS, ANSWER = 8073, (1, 4), 32
-# A child reads a number of new tokens from each line of stdin and answers with its seconds and CPU seconds.
+# Each line of the child's stdin is a number of tokens to generate. The child answers with elapsed and CPU seconds.
 LOOP = """
 import os, sys, time
 said, sys.stdout = sys.stdout, sys.stderr
@@ -101,7 +101,7 @@ def run(new):
 
 
 def made(model: Path, folder: Path) -> None:
-    """Writes the forms of the model that `folder` does not have."""
+    """Writes the forms of the model that are missing in `folder`."""
     wanted = {f"{it}.gguf": ("export", "format=gguf", f"dtype={it}") for it in FORMS.values()}
     wanted |= {"hf": ("export", "format=hf"), "int8": ("quantize", "quantization=int8")}
     for name, (command, *words) in wanted.items():
@@ -111,7 +111,7 @@ def made(model: Path, folder: Path) -> None:
 
 
 class Program:
-    """A process that holds a model, restricted to some of the machine's processors."""
+    """A process with a loaded model, restricted to `threads` of the machine's cores."""
 
     def __init__(self, python: str, code: str, threads: int, *words: object):
         argv = [python, "-c", LOOP.format(prompt=PROMPT, code=code), str(threads), *map(str, words)]
@@ -120,11 +120,11 @@ class Program:
         self.process = subprocess.Popen(["taskset", "-c", cores, *argv], text=True, **pipes)
 
     def answer(self) -> list[float]:
-        """Returns the next answer: seconds and CPU seconds, or nothing when the model is there."""
+        """Returns the next answer: elapsed and CPU seconds, or [] once the model is loaded."""
         assert self.process.stdout
         line = self.process.stdout.readline()
         if not line:
-            raise SystemExit(f"a program ended: {self.process.args}")
+            raise SystemExit(f"a program ended unexpectedly: {self.process.args}")
         return json.loads(line)
 
     def ask(self, new: int) -> list[float]:
@@ -145,7 +145,7 @@ def print_generate(folder: Path, python: str, threads: int, repeats: int, rows: 
     for program in programs.values():
         program.answer()
     least = {name: [[9e9, 9e9], [9e9, 9e9]] for name in programs}
-    for repeat in range(repeats + 1):  # the first one compiles
+    for repeat in range(repeats + 1):  # the first repeat compiles
         for name, program in programs.items():
             for i, new in enumerate((1, NEW)):
                 cost = program.ask(new)
@@ -196,7 +196,7 @@ def print_server(name: str, words: list[str], threads: int) -> None:
 
 
 def answered(i: int) -> int:
-    """Returns the number of tokens of an answer."""
+    """Sends request number `i` and returns the number of tokens in the answer."""
     question = f"Tell me a long story about {i + 2} travellers."
     body = {"model": "model", "messages": [{"role": "user", "content": question}], "max_tokens": ANSWER}
     data = json.dumps(body | {"temperature": 0}).encode()

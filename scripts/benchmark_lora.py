@@ -2,7 +2,8 @@
 
     python scripts/benchmark_lora.py [MODEL [TOPOLOGY]] [key=value ...]
 
-The first table has training steps, the second decode steps with several adapters over one base. Nothing runs on a TPU.
+The first table is about training steps, the second about decode steps with several adapters on one base model. Nothing
+runs on a TPU.
 """
 
 import sys

@@ -1,8 +1,8 @@
-"""Measures steps with adapters against steps of full training on this machine, and prints ratios of their times.
+"""Compares the time of steps with adapters with that of full training on this machine, and prints the ratios.
 
     python scripts/benchmark_lora_step.py [--steps N] [key=value ...]
 
-The ways take turns, step by step, on the same synthetic rows.
+Full training and the kinds of adapters run in turns, step by step, on the same synthetic rows.
 """
 
 import statistics

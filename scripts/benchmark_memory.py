@@ -1,15 +1,15 @@
-"""Compares memory of compiled steps with MaxText's: the tables of docs/benchmarks/ahead-of-time.md.
+"""Compares the memory of compiled steps with that of MaxText's steps: the tables of docs/benchmarks/ahead-of-time.md.
 
     python scripts/benchmark_memory.py --out memory.jsonl --maxtext DIR --only main
     python scripts/benchmark_memory.py --out memory.jsonl --only "tensor 4" --set "logical_axis_rules=[[norm,[fsdp]]]"
     python scripts/benchmark_memory.py --table memory.jsonl
 
-DIR/env is MaxText's environment. DIR/src has its sources; without them the environment has the installed package, and
-the file DIR/base_yml names its base.yml.
+DIR/env is MaxText's virtual environment. DIR/src contains MaxText's sources. Without DIR/src, the MaxText package must
+be installed in the environment, and the file DIR/base_yml must contain the path of its base.yml.
 
-Each case runs in its own process, one at a time. It needs libtpu, and takes one to two minutes on two idle cores. A
-case that the file already contains is not measured again: MaxText's counts once, this project's once per commit and
-setting.
+The cases are compiled one at a time, each in its own process. Compilation needs libtpu, and takes one to two minutes on
+two idle cores. Cases that the file already contains are not measured again: MaxText is measured once per case, this
+project once per case, commit and settings.
 """
 
 import argparse
@@ -127,7 +127,7 @@ def maxtext(folder: Path, arguments: list[str]) -> dict[str, Any]:
 
 
 def run(command: list[str], folder: Path, variables: dict[str, str]) -> str:
-    """Returns the output of a command, which must succeed."""
+    """Returns the output of a command. Raises SystemExit if it fails."""
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")}
     done = subprocess.run(
         command,
@@ -144,7 +144,7 @@ def run(command: list[str], folder: Path, variables: dict[str, str]) -> str:
 
 
 def measure(out: Path, folder: Path | None, only: str, settings: list[str]) -> None:
-    """Appends missing cases to `out`: those of the group `only`, or those whose name contains it."""
+    """Appends the missing cases to `out`: those of the group `only`, or those whose names contain `only`."""
     commit = run(["git", "describe", "--always", "--dirty"], ROOT, {}).strip()
     have = [{**line, "figures": None} for line in read(out)]
     named = dict.fromkeys(case for cases in CASES.values() for case in cases if only in name_of(case))
@@ -158,24 +158,24 @@ def measure(out: Path, folder: Path | None, only: str, settings: list[str]) -> N
 
 
 def name_of(case: tuple[Any, ...]) -> str:
-    """Returns a case in words."""
+    """Returns the name of a case."""
     model, topology, slices, mesh, rows = case
     return f"{model}, {f'{slices} x ' if slices > 1 else ''}{topology}, {mesh}, {rows} row{'s' if rows > 1 else ''}"
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """Returns the lines of a file of figures; none if it does not exist."""
+    """Returns the records of a file of figures (JSON lines); [] if the file does not exist."""
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def write(file: Path, line: dict[str, Any]) -> None:
-    """Appends a line of figures."""
+    """Appends a record to a file of figures."""
     with file.open("a", encoding="utf-8") as stream:
         stream.write(json.dumps(line) + "\n")
 
 
 def table(lines: list[dict[str, Any]]) -> None:
-    """Prints a row for each of this project's figures, with MaxText's if the file contains them."""
+    """Prints a row for each of this project's records, with MaxText's figures if there are any for the case."""
     theirs = {line["case"]: line["figures"] for line in lines if line["program"] == "maxtext"}
     print("| | MaxText | trainer | | rolled FLOPs | GB accessed | GB sent | estimate, s | commit, settings |")
     print("|---|---|---|---|---|---|---|---|---|")
@@ -198,20 +198,22 @@ def table(lines: list[dict[str, Any]]) -> None:
         print(f"| {' | '.join(cells)} |")
 
 
-def options(description: str | None, only: str = "a part of cases' names") -> argparse.ArgumentParser:
-    """Returns a parser of the options of benchmarks that compile cases, here and with MaxText."""
+def options(
+    description: str | None, only: str = "measure only cases whose names contain this"
+) -> argparse.ArgumentParser:
+    """Returns an argument parser for the options that all benchmarks with compiled cases share."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="file of figures, to append to")
-    parser.add_argument("--maxtext", type=Path, help="folder of MaxText; without it only this project is measured")
+    parser.add_argument("--out", type=Path, help="measure, and append the figures to this file")
+    parser.add_argument("--maxtext", type=Path, help="folder with MaxText; default: measure only this project")
     parser.add_argument("--only", default="", help=only)
-    parser.add_argument("--table", type=Path, help="file of figures to print")
+    parser.add_argument("--table", type=Path, help="print the figures of this file")
     return parser
 
 
 def main() -> None:
     """Measures, or prints the table of the measurements."""
-    parser = options(__doc__, f"a group, {', '.join(CASES)}, or a part of cases' names")
-    parser.add_argument("--set", action="append", default=[], help="a setting of this project besides, key=value")
+    parser = options(__doc__, f"a group ({', '.join(CASES)}), or a part of cases' names")
+    parser.add_argument("--set", action="append", default=[], help="an additional setting of this project, key=value")
     given = parser.parse_args()
     if given.out:
         measure(given.out, given.maxtext, given.only, given.set)

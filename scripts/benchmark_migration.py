@@ -1,4 +1,4 @@
-"""Measures the five combinations side by side and prints a Markdown report.
+"""Measures the five combinations of enable_nnx, pure_nnx_decoder and pure_nnx, and prints a Markdown report.
 
     python scripts/benchmark_migration.py > docs/benchmarks/migration.md
 
@@ -27,7 +27,7 @@ from trainer.training.batches import placed
 from trainer.training.build import build
 
 ROUNDS, STEPS = 10, 10
-SUBLAYERS = 84  # each a kernel and a bias, with two moments: 504 leaves in addition to embedding, norm, head and counts
+SUBLAYERS = 84  # with a kernel and a bias each, and two moments: 504 leaves, besides embedding, norm, head and counts
 HOST = {
     "decoder_block": "scripts.benchmark_migration:Distinct",
     "remat_policy": "none",
@@ -40,7 +40,7 @@ HOST = {
 
 
 class Distinct(nnx.Module):
-    """A block of many distinct sublayers that are not stacked, which gives a train state of many leaves."""
+    """A block of many distinct sublayers, which are not stacked, so that the train state has many leaves."""
 
     def __init__(self, config, rngs: nnx.Rngs):
         self.parts = nnx.List(
@@ -65,7 +65,7 @@ class Measured:
         lowered = run.step_on_leaves.lower(self.leaves, *run.abstract_args()[1:])
         self.trace = time.perf_counter() - started
         started = time.perf_counter()
-        # Code that is not timed is compiled quickly.
+        # With overrides, only the time of the host matters, so the program need not be optimized.
         self.compiled = lowered.compile({"xla_backend_optimization_level": 0} if overrides else None)
         self.compile = time.perf_counter() - started
         source = SyntheticRows(run.config.max_target_length, run.config.vocab_size, seed=0)
@@ -75,8 +75,8 @@ class Measured:
         self.apart: list[float] = []
 
     def steps(self) -> None:
-        """Times a few steps on leaves, and the extra time of a call with the native state: flattening and
-        unflattening."""
+        """Times a few steps, called with leaves. Also times flattening and unflattening, which each call with the
+        native state would add."""
         for _ in range(STEPS):
             started = time.perf_counter()
             self.leaves, metrics = self.compiled(self.leaves, self.batch, ())

@@ -3,7 +3,7 @@
     python scripts/benchmark_mtp.py [SEED ...] > docs/benchmarks/multi-token-prediction.md
 
 Measures the cost of a step of the default model with 0, 1 and 2 modules, timed alternately. For each seed, trains the
-default run with and without a module, as a user runs it, and reports its evaluation in bits per byte.
+default run with and without a module, and reports the final evaluations in bits per byte.
 """
 
 import json
@@ -26,7 +26,7 @@ SCALE = 0.3
 
 
 def prepared(modules: int):
-    """Returns a compiled step with its state and batch, model FLOPs of a step, and the number of parameters."""
+    """Returns a compiled step, its state, its batch, its model FLOPs, and the number of parameters."""
     run = built(mtp_num_layers=modules)
     flops = run.flops_per_token * run.rows * run.config.max_target_length
     return run.compile(), [run.init()], batch_of(run), flops, run.parameters
@@ -53,7 +53,7 @@ def report_cost() -> None:
 
 
 def trained(seed: int, modules: int, folder: Path) -> dict:
-    """Returns the last evaluation of the default run."""
+    """Trains the default run, and returns its last evaluation."""
     name = f"{seed}-{modules}"
     keys = {"run_name": name, "init_weights_seed": seed, "data_shuffle_seed": seed, "enable_checkpointing": False}
     keys |= {"base_output_directory": folder, "prompt": "", "mtp_num_layers": modules}
@@ -65,7 +65,7 @@ def trained(seed: int, modules: int, folder: Path) -> dict:
 
 
 def report_training(seeds: list[int]) -> None:
-    """Prints the table of default runs."""
+    """Prints the table of trained runs."""
     print(f"| seed | bits per byte without | with a module, mtp_loss_scaling_factor={SCALE} | its acceptance rate |")
     print("|---|---|---|---|")
     differences = []

@@ -2,9 +2,10 @@
 
     python scripts/benchmark_optimizers.py
 
-The tables: bytes of state per parameter on 8 simulated devices, with and without Zero-1; CPU seconds and FLOPs of an
-update of the default model relative to AdamW's, for programs that are timed alternately in one process; collectives of
-Muon's update under Zero-1.
+The tables:
+- bytes of optimizer state per parameter on 8 simulated devices, with and without Zero-1
+- CPU time (also relative to AdamW's) and FLOPs of an update of the default model, timed alternately in one process
+- collectives of Muon's update with Zero-1 and with fsdp
 """
 
 import math
@@ -67,7 +68,7 @@ def bytes_per_parameter() -> None:
 
 
 def cpu_seconds(programs, states) -> dict[str, list[float]]:
-    """Returns the CPU seconds of an update in each round, by program."""
+    """Returns the CPU seconds per update in each round, by program."""
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     for i in range(ROUNDS + 1):
         for name, program in programs.items():
@@ -82,8 +83,8 @@ def cpu_seconds(programs, states) -> dict[str, list[float]]:
 
 
 def newton_schulz_flops(run) -> int:
-    """Returns the FLOPs of the products in Muon's iterations: NS_STEPS (4 m^2 n + 2 m^3) for every matrix, where m is
-    its shorter and n its longer side."""
+    """Returns the FLOPs of the matrix products in Muon's iterations: NS_STEPS (4 m^2 n + 2 m^3) for every matrix with
+    the shorter side m and the longer side n."""
     params = run.codec.unpack(run.abstract_state).params
     dims = get_muon_weight_dimension_numbers(run.config)
     leaves = jax.tree.leaves(params)

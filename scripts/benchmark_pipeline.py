@@ -1,13 +1,14 @@
-"""Measures pipelines of layers: the tables of docs/benchmarks/pipeline.md.
+"""Measures pipeline parallelism: the tables of docs/benchmarks/pipeline.md.
 
     python scripts/benchmark_pipeline.py --out pipeline.jsonl [--maxtext DIR] [--only NAME]
     python scripts/benchmark_pipeline.py --table pipeline.jsonl
     XLA_FLAGS=--xla_force_host_platform_device_count=8 python scripts/benchmark_pipeline.py --compile
     XLA_FLAGS=--xla_force_host_platform_device_count=8 python scripts/benchmark_pipeline.py --steps 20
 
-The first command compiles for two slices of TPUs, one case at a time, and appends their figures to the file; a case
-that it has is not measured again. DIR is that of benchmark_memory.py; its libtpu then compiles both programs. The last
-two time compilation and steps on this machine's CPU.
+The first command compiles the cases for two slices of TPUs, one at a time, and appends their figures to the file; a
+case that the file already contains is not measured again. With DIR, the folder that benchmark_memory.py describes,
+MaxText's steps are measured, too, and the libtpu in DIR compiles both programs. The second command prints the table of
+a file. The last two commands time compilation and steps on this machine's CPU.
 """
 
 import json
@@ -30,7 +31,7 @@ FIVE = [*STAGES, "num_layers_per_pipeline_stage=5"]
 SIXTEEN = [*STAGES, "base_num_decoder_layers=16", "override_model_config=true"]
 ALL = [*STAGES, "num_layers_per_pipeline_stage=40", "scan_layers_per_stage=true"]
 OF_LAYERS = ["set_remat_policy_on_pipeline_iterations=false", "set_remat_policy_on_layers_per_stage=true"]
-# Name: whether MaxText has it, settings.
+# Whether MaxText has the case, and the settings, by name.
 CASES: dict[str, tuple[bool, list[str]]] = {
     "fsdp over both slices": (False, ["dcn_fsdp_parallelism=2"]),
     "data over the slices": (False, ["dcn_data_parallelism=2"]),
@@ -44,7 +45,7 @@ CASES: dict[str, tuple[bool, list[str]]] = {
 }
 TPU = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 
-# Its width and rows are such that products take most of a step.
+# The model that is timed. With this width and these rows, matrix products take most of a step.
 TIMED = [
     *("dataset_type=synthetic", "eval_interval=-1", "base_emb_dim=256", "base_mlp_dim=768", "base_num_query_heads=4"),
     *("base_num_kv_heads=4", "head_dim=64", "vocab_size=512", "base_num_decoder_layers=8", "max_target_length=128"),
@@ -138,7 +139,7 @@ def _built(settings: list[str]) -> Any:
 
 
 def compile_times() -> None:
-    """Prints the CPU seconds to trace and compile a step with 2 stages by the number of microbatches."""
+    """Prints the CPU seconds to trace and compile a step with 2 stages, by the number of microbatches."""
     print("| microbatches | loop over iterations | traced, CPU s | compiled, CPU s | bytes of the program's text |")
     print("|---|---|---|---|---|")
     for scan in (True, False):
@@ -154,7 +155,7 @@ def compile_times() -> None:
 
 
 def times(steps: int) -> None:
-    """Prints the time of a step of each of WAYS, which take turns, against that without a pipeline."""
+    """Times the steps of WAYS in turns, and prints the times, also relative to data parallelism."""
     import jax
     from benchmark_default import batch_of
 

@@ -1,8 +1,9 @@
 """Times trainer.prepare with different numbers of processes: `python scripts/benchmark_prepare.py [--mb 64]`.
 
-The data are the sources of Python's standard library as JSONL, repeated up to the wanted size. Compared are one part,
-which one process tokenizes with all cores, and parts in one, two and three processes. Each figure is the best of the
-rounds, which alternate. CPU time includes all processes. With the extra `beam`, Beam's local runner is measured, too.
+The data are the sources of Python's standard library as JSONL, repeated until they have the given size. The cases are
+one part, which one process tokenizes with all cores, and several parts in one, two and three processes. If the extra
+`beam` is installed, Beam's local runner is measured, too. The cases run in turns, and each figure is the best of the
+rounds. CPU time includes all processes.
 """
 
 import argparse
@@ -55,7 +56,7 @@ def main() -> None:
 
 
 def _write(path: Path, size: int) -> int:
-    """Writes documents of at least `size` characters in all, and returns their number."""
+    """Writes documents with at least `size` characters in total, and returns the number of documents."""
     files, written, count = read_files(stdlib_folder()), 0, 0
     with path.open("w", encoding="utf-8") as out:
         while written < size:
@@ -66,7 +67,7 @@ def _write(path: Path, size: int) -> int:
 
 
 def _prepared(folder: Path, name: str, words: tuple[str, ...]) -> tuple[Path, float, float]:
-    """Returns the prepared folder, the seconds, and the CPU seconds of all processes."""
+    """Prepares data. Returns the folder, the elapsed seconds, and the CPU seconds of all processes."""
     place = folder / name
     data = ("dataset_type=grain", "grain_file_type=jsonl", f"grain_train_files={folder}/data.jsonl")
     keys = ("max_target_length=512", "vocab_size=8192", "held_out_share=0", "eval_interval=-1")

@@ -2,9 +2,9 @@
 
     python scripts/benchmark_qk_clip.py
 
-The programs of one row alternate, a few steps each. The figures are ratios of their CPU seconds (of all threads), so
-other processes on the machine hardly affect them. The fused kernels need their platform: docs/benchmarks/qk-clip.md has
-the compiler's figures for splash.
+The programs of one table row run in turns, a few steps each. The figures are ratios of CPU seconds (of all threads), so
+other processes on the machine hardly affect them. Fused kernels do not run on a CPU; docs/benchmarks/qk-clip.md has the
+compiler's figures for splash.
 """
 
 import os
@@ -22,12 +22,12 @@ CLIPS = {
     "every step": {"use_qk_clip": True},
     "every 10th": {"use_qk_clip": True, "qk_clip_interval": 10},
 }
-# The widths of base.yml. Its attention is a small part of a step at 128 tokens and a large part at 2048.
+# (op, tokens, rows). With base.yml's widths, attention is a small part of a step at 128 tokens, a large part at 2048.
 CASES = [("dot_product", 128, 8), ("dot_product", 1024, 1), ("blockwise", 1024, 1), ("blockwise", 2048, 1)]
 
 
 def cpu_seconds(op: str, length: int, rows: int) -> dict[str, list[float]]:
-    """Returns the CPU seconds of a step in each round, by the name of its program in CLIPS."""
+    """Returns the CPU seconds per step in each round, by name in CLIPS."""
     sizes = {"attention": op, "max_target_length": length, "per_device_batch_size": rows}
     runs = {name: built(**sizes, **keys) for name, keys in CLIPS.items()}
     steps = {name: run.compile() for name, run in runs.items()}
@@ -40,7 +40,7 @@ def cpu_seconds(op: str, length: int, rows: int) -> dict[str, list[float]]:
             for _ in range(STEPS):
                 states[name], metrics = step(states[name], batches[name], ())
                 jax.block_until_ready(metrics)
-            if i:  # the first round warms up; its first step also measures in the program that measures every 10th step
+            if i:  # the first round warms up; it includes the only step at which "every 10th" measures
                 seconds[name].append((time.process_time() - started) / STEPS)
     return seconds
 

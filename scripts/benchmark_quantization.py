@@ -1,9 +1,9 @@
-"""Trains the default model with each recipe of quantization, and prints the evaluation losses as a Markdown table.
+"""Trains the default model with each quantization recipe, and prints the evaluation losses as a Markdown table.
 
     python scripts/benchmark_quantization.py FOLDER [--steps N] [--recipes int8 fp8_full]
 
 Each recipe runs with each of SEEDS, which determine the initial parameters and the order of the rows. Runs without
-quantization are the reference. Each run has a folder and is not repeated.
+quantization are the reference. Each run has its own folder, and a complete run is not repeated.
 """
 
 import argparse
@@ -22,7 +22,7 @@ FLOAT = ""
 
 
 def loss(folder: Path, recipe: str, seed: int, steps: int) -> float:
-    """Returns the loss on all held-out rows after the last step of a run, which is trained unless it has ended."""
+    """Returns the loss of a run on all held-out rows after its last step. The run is trained first unless complete."""
     run = f"{recipe or 'float'}-seed{seed}-{steps}"
     metrics = folder / run / "metrics.jsonl"
     if not metrics.exists() or (found := _last(metrics, steps)) is None:

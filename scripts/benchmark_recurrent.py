@@ -1,9 +1,10 @@
-"""Measures a recurrent layer against attention of the same width: the table of docs/benchmarks/recurrent.md.
+"""Compares a recurrent layer with attention of the same width: the table of docs/benchmarks/recurrent.md.
 
     python scripts/benchmark_recurrent.py [--lengths 2048,8192,32768] [--times 3]
 
-For each length it prints the CPU seconds of a forward and backward pass of one layer of each kind, the least of several
-runs that take turns, and the bytes of temporaries of the compiled pass. Attention is `blockwise`, the op of CPUs.
+For each length and for one layer of each kind, it prints the CPU seconds of a forward and backward pass, and the
+temporaries of the compiled pass. The layers run in turns, and each time is the minimum of several runs. Attention uses
+the op `blockwise`.
 """
 
 import argparse
@@ -26,7 +27,8 @@ DTYPES: Any = {"dtype": jnp.dtype("float32"), "weight_dtype": jnp.dtype("float32
 
 
 def layers() -> dict[str, nnx.Module]:
-    """Returns both layers, with heads of the same sizes: 4 of queries, 2 of keys in attention."""
+    """Returns both layers, with heads of the same width. Attention has 4 query heads and 2 key-value heads; the
+    recurrent layer has 2 key heads and 4 value heads."""
     heads = {"key_heads": 2, "value_heads": 4, "key_dim": 128, "value_dim": 128}
     recurrent = GatedDeltaNet(WIDTH, **heads, conv=4, chunk=64, epsilon=1e-6, rngs=nnx.Rngs(0), **DTYPES)
     of_attention: Any = {"heads": 4, "kv_heads": 2, "head_dim": 128, "gated": True, "op": "blockwise"}
@@ -59,7 +61,7 @@ def main() -> None:
     for length in map(int, given.lengths.split(",")):
         programs = {name: step(layer, length) for name, layer in layers().items()}
         least = dict.fromkeys(programs, math.inf)
-        for _ in range(given.times + 1):  # the first one warms up
+        for _ in range(given.times + 1):  # the first run warms up
             for name, (program, arguments) in programs.items():
                 begun = time.process_time()
                 jax.block_until_ready(program(*arguments))

@@ -1,4 +1,4 @@
-"""Compares what each remat_policy adds to the temporaries of a compiled step with the estimate of `aot.recomputed`.
+"""Compares the temporaries that each remat_policy adds to a compiled step with the estimate of `aot.recomputed`.
 
 python scripts/benchmark_remat.py compile_topology=v5e-1 key=value ...
 """
@@ -13,7 +13,7 @@ POLICIES = ("save_dot_with_context_except_mlp", "minimal_with_context")
 
 
 def main(words: list[str]) -> None:
-    """Prints a row for each policy: temporaries, what they have more than those of full, and the estimate of it."""
+    """Prints a row for each policy: its temporaries, how much larger they are than with `full`, and the estimate."""
     topology = load(words).config.compile_topology
     prepare_to_compile(topology)
     from trainer.aot.kernels import tiles_fit

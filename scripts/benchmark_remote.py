@@ -1,8 +1,10 @@
-"""Measures how long a data set takes to read from a web server with a delay, relative to local files.
+"""Measures how long it takes to read a data set from a web server with a delay, relative to local files.
 
-`taskset -c 0,1 python scripts/benchmark_remote.py`. The documents are the sources of the standard library, in files of
-each format. Prints the table of docs/benchmarks/data.md. All figures of a row are from one run, on one machine that is
-also the server, so only the ratios mean something.
+    taskset -c 0,1 python scripts/benchmark_remote.py
+
+The documents are the sources of the standard library, in files of each format. Prints the table of
+docs/benchmarks/data.md. The server runs on the same machine, and all figures of a row are from one run, so only the
+ratios within a row are meaningful.
 """
 
 import gzip
@@ -28,7 +30,7 @@ DELAYS = (0.005, 0.05)  # seconds before each answer
 
 
 def measure(folder: Path, kind: str, files: str, name: str) -> tuple[float, float]:
-    """Returns the seconds to read all documents, and to prepare rows of their bytes."""
+    """Returns the seconds to read all documents, and the seconds to prepare rows of their bytes."""
     keys = {
         "dataset_type": "grain",
         "grain_file_type": kind.removesuffix(".gz"),
@@ -68,7 +70,7 @@ def row(folder: Path, server: SlowServer, kind: str) -> str:
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Prints the table."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
     print(f"commit {commit.stdout.strip()}, {platform.machine()}, Python {platform.python_version()}\n")
     columns = ["format", "local: read, s", "prepare, s"]

@@ -1,17 +1,17 @@
-"""Ends one of two processes of a run in several ways, and measures how long the run takes to go on.
+"""Kills or stops one of a run's two processes in several ways, and measures how long the run takes to recover.
 
     python scripts/benchmark_restarts.py --rounds 3
     python scripts/benchmark_restarts.py --goodput 60 --every 5
     python scripts/benchmark_restarts.py --supervision 5
 
-For each way and round it prints the seconds from the blow to: the line of the launcher that names the process; the end
-of all processes; the restored state; the first step that the run had not completed before.
+For each way and round, it prints the seconds from the fault to each of these events: the launcher names the process,
+all processes have ended, the state is restored, and the first step that is new to the run is completed.
 
---goodput M runs a supervised run for M minutes with a `kill -9` --every some minutes, of one process and of the other
-in turn, and prints its goodput beside a clock outside. --supervision M measures the CPU time of the supervisors over M
-minutes of undisturbed steps.
+--goodput M trains under supervision for M minutes, with a `kill -9` of alternating processes after every interval of
+--every minutes. It prints the goodput report, and compares the report's total time with the elapsed time.
+--supervision M measures the CPU time of the supervisors over M minutes of undisturbed steps.
 
-docs/guides/when-a-host-dies.md has dated results. Linux only: it looks processes up in /proc.
+docs/guides/when-a-host-dies.md has dated results. Linux only, because the script looks processes up in /proc.
 """
 
 import argparse
@@ -33,7 +33,7 @@ WORDS = [
     *("learning_rate_schedule_steps=1000000", "eval_interval=-1", "prompt=", "checkpoint_period=25", "run_name=run"),
 ]
 SUPERVISED = ["supervise=true", "hang_timeout_seconds=5"]
-# The ways: the process that is hit, the signal, and more words. Without a signal it hangs by itself, see HANGS.
+# Each way: the process that is hit, the signal, and additional arguments. Without a signal, HANGS makes it hang.
 WAYS = {
     "kill -9 of process 1": (1, signal.SIGKILL, []),
     "kill -9 of process 0": (0, signal.SIGKILL, []),
@@ -41,8 +41,8 @@ WAYS = {
     "SIGSTOP, supervised": (1, signal.SIGSTOP, SUPERVISED),
     "hang, supervised": (1, None, SUPERVISED),
 }
-BLOW = 60  # the step after which it comes
-# sitecustomize.py: in the first start, process 1 sleeps before a step.
+BLOW = 60  # the step at which the fault strikes
+# A sitecustomize.py: in the first start only, process 1 sleeps after the step BLOW is noted.
 HANGS = f"""
 import os, sys, time
 if "process_id=1" in sys.orig_argv:
@@ -62,7 +62,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--goodput", type=float, metavar="MINUTES")
-    parser.add_argument("--every", type=float, default=5.0, metavar="MINUTES", help="between faults; default: 5")
+    parser.add_argument("--every", type=float, default=5.0, metavar="MINUTES", help="time between faults; default: 5")
     parser.add_argument("--supervision", type=float, metavar="MINUTES")
     options = parser.parse_args()
     if options.goodput or options.supervision:
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def one(way: str, folder: Path) -> tuple[dict[str, float], str]:
-    """Returns the seconds by mark, and the launcher's line about the process that failed."""
+    """Returns the seconds from the fault to each mark, and the launcher's line about the process that failed."""
     index, number, words = WAYS[way]
     if number is None:
         (folder / "sitecustomize.py").write_text(HANGS)
@@ -121,7 +121,7 @@ def goodput(folder: Path, seconds: float, every: float) -> None:
         process, started = _begun(folder, log, restarts=1000), time.monotonic()
 
         def ended(passed: float) -> bool:
-            """Waits until `passed` seconds after the start. Returns whether the launcher has ended before."""
+            """Waits until `passed` seconds after the start. Returns whether the launcher has ended by then."""
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, started + passed - time.monotonic()))
             return process.poll() is not None
@@ -130,17 +130,17 @@ def goodput(folder: Path, seconds: float, every: float) -> None:
             try:
                 os.kill(_pid(process.pid, (faults + missed) % 2, True), signal.SIGKILL)
                 faults += 1
-            except (StopIteration, IndexError, OSError):  # it is being started
+            except (StopIteration, IndexError, OSError):  # the process is just being started
                 missed += 1
         process.terminate()
         code = process.wait()
         passed = time.monotonic() - started
     found = read_goodput(folder / "runs/run")
     spent = sum(found.seconds().values())
-    print(f"{faults} faults, {missed} while it was being started, step {_steps(folder):,}, exit {code}: {found}")
+    print(f"{faults} faults, {missed} missed during a start, step {_steps(folder):,}, exit {code}: {found}")
     print(", ".join(f"{part} {seconds:.1f}" for part, seconds in found.seconds().items()), "s")
     print(
-        f"goodput {spent:.1f} s, outside {passed:.1f} s: {abs(spent / passed - 1):.2%}; load {os.getloadavg()[0]:.1f}"
+        f"goodput {spent:.1f} s, elapsed {passed:.1f} s: {abs(spent / passed - 1):.2%}; load {os.getloadavg()[0]:.1f}"
     )
 
 
@@ -169,7 +169,7 @@ def _log(folder: Path) -> Path:
 
 
 def _steps(folder: Path) -> int:
-    """Returns the last step, 0 before step 1."""
+    """Returns the last step in the log; 0 before step 1."""
     return int((re.findall(r"completed step: (\d+),", _log(folder).read_text()) or [0])[-1])
 
 
@@ -180,7 +180,7 @@ def _cpu(pid: int) -> float:
 
 
 def _pid(launcher: int, index: int, supervised: bool) -> int:
-    """Returns the id of a process of the launcher, or of the one that trains under its supervision."""
+    """Returns the id of the launcher's process `index`, or of the training process that it supervises."""
     pid = next(
         pid for pid in _children(launcher) if f"process_id={index}\0" in Path(f"/proc/{pid}/cmdline").read_text()
     )

@@ -1,10 +1,13 @@
-"""Ring attention on one device beside the other attention ops: times, temporaries, and differences.
+"""Compares ring attention on one device with the other attention ops: times, temporaries and numerical differences.
 
     python scripts/benchmark_ring.py [--tokens 4096,16384] [--window 1024]
 
-Times: one row, 16 query and 8 key-value heads of 128; medians of 5 rounds in which the programs take turns. The plain
-op is left out above 8192 tokens. Differences: 4 and 2 heads, from the plain op in float32 with products in full
-precision, as a share of the largest entry; "tf32" is JAX's default for products of float32 on recent GPUs.
+Times are measured with one row, 16 query and 8 key-value heads of width 128. They are medians of 5 rounds in which the
+programs run in turns. The plain op is omitted above 8192 tokens.
+
+Differences are measured with 4 query and 2 key-value heads. The reference is the plain op in float32 with products in
+full precision; differences are relative to the largest entry. "tf32" is JAX's default for float32 products on recent
+GPUs.
 """
 
 import argparse
@@ -43,7 +46,7 @@ def main() -> None:
 
 
 def ops_of(length: int, window: int, dtype: str, blocks: Sequence[int]) -> dict[str, Callable[..., jax.Array]]:
-    """Returns functions of queries, keys and values for a row of one document."""
+    """Returns the attention ops by name, as functions of queries, keys and values for a row of one document."""
     index = jnp.arange(length)[None]
     mask = Mask(index, index, jnp.ones_like(index), jnp.ones_like(index))
     made: dict[str, Callable[..., jax.Array]] = {
@@ -59,7 +62,7 @@ def ops_of(length: int, window: int, dtype: str, blocks: Sequence[int]) -> dict[
 
 
 def inputs_of(length: int, heads: int, kv_heads: int, dtype: str) -> list[jax.Array]:
-    """Returns queries, keys, values and the gradient of the result. Values are those of bfloat16 in either dtype."""
+    """Returns queries, keys, values and the gradient of the result. Every number is exact in bfloat16."""
     keys = jax.random.split(jax.random.key(0), 4)
     counts = heads, kv_heads, kv_heads, heads
     drawn = [
@@ -69,7 +72,7 @@ def inputs_of(length: int, heads: int, kv_heads: int, dtype: str) -> list[jax.Ar
 
 
 def with_gradients(op: Callable[..., jax.Array]) -> Any:
-    """Returns a jitted function that returns the result of `op` and three gradients."""
+    """Returns a jitted function that returns the result of `op` and the gradients of queries, keys and values."""
 
     @jax.jit
     def both(*inputs: jax.Array) -> Any:

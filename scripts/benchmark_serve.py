@@ -1,9 +1,9 @@
-"""Tokens per second and CPU time of trainer.serve, of the scheduler alone, and of another server with the same weights.
+"""Measures tokens/s and CPU time of trainer.serve, of the scheduler alone, and of other servers with the same weights.
 
     python scripts/benchmark_serve.py MODEL [--clients 1,8,32] [--tokens 64] [--other COMMAND] [key=value ...]
 
-MODEL is a folder of Hugging Face. Each client sends one request after another to /v1/completions, greedy and streamed.
-COMMAND starts another server of this API at port 8072, such as `transformers serve MODEL --port 8072 --device cpu`.
+MODEL is a Hugging Face folder. Each client sends one request after another to /v1/completions, greedy and streamed.
+COMMAND starts another server of this API on port 8072, such as `transformers serve MODEL --port 8072 --device cpu`.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-REQUESTS, SLOTS = 3, 32  # of each client
+REQUESTS, SLOTS = 3, 32  # requests per client, slots of the engine
 OURS, OTHER = 8071, 8072
 
 
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def measured(name: str, words: list[str], port: int, model: str, counts: list[int], tokens: int) -> None:
-    """Starts a server and prints a row for each number of clients: the best of two repeats."""
+    """Starts a server and prints a row for each number of clients, with the best of two repeats."""
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         while not is_ready(port):
@@ -90,7 +90,8 @@ def cpu_of(process: int) -> float:
 
 
 def answer(port: int, model: str, tokens: int) -> int:
-    """Returns the number of tokens of an answer. A server that does not say it sends one in each event."""
+    """Sends a request, and returns the number of tokens in the answer. If the server does not report the number, each
+    event counts as one token."""
     prompt = "".join(random.choices("abcdefgh ", k=40))
     body = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True}
     body |= {"stream_options": {"include_usage": True}}
@@ -107,7 +108,7 @@ def answer(port: int, model: str, tokens: int) -> int:
 
 
 def scheduler_alone(model: str, clients: int, tokens: int, keys: list[str]) -> None:
-    """Prints the row of the scheduler without a server."""
+    """Measures the scheduler without a server, and prints its row."""
     from trainer.inference.max_engine import MaxEngine
     from trainer.inference.sampling import Sampling
     from trainer.inference.scheduler import Scheduler

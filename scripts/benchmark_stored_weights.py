@@ -2,8 +2,8 @@
 
     python scripts/benchmark_stored_weights.py FOLDER [--steps N] [--rows N]
 
-Each model is trained with one of SEEDS, unless its run is in FOLDER. The loss and the mean Kullback-Leibler divergence
-from the float model's distribution, in nats, are over ROWS held-out rows of text.
+A model is trained with each of SEEDS, unless FOLDER already contains its run. The loss and the mean Kullback-Leibler
+divergence from the float model's distribution, in nats, are measured on --rows held-out rows of text.
 """
 
 import argparse
@@ -47,7 +47,7 @@ WAYS = {
 
 
 def trained(folder: Path, seed: int, steps: int) -> Path:
-    """Returns the folder of a run."""
+    """Returns the folder of a run, which is trained first unless it is complete."""
     run = folder / f"seed{seed}-{steps}"
     if not (run / "checkpoints" / str(steps)).exists():
         keys = {"init_weights_seed": seed, "data_shuffle_seed": seed, "steps": steps, "eval_interval": -1, "prompt": ""}
@@ -65,7 +65,7 @@ def batches(path: Path, rows: int) -> Iterator[dict[str, np.ndarray]]:
 
 
 def logits_of(path: Path) -> Any:
-    """Returns a function from a batch to log-probabilities [b, t, v]."""
+    """Returns a function that maps a batch to the log-probabilities [b, t, v] of the model in `path`."""
     source = open_source(str(path))
     config = resolve(load_model_keys(source.keys, [], str(path)).config, device_count=1, platform="cpu")
     model, device = make_model(config), jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -83,7 +83,7 @@ def logits_of(path: Path) -> Any:
 
 
 def measured(run: Path, ways: dict[str, Path], rows: int) -> dict[str, tuple[float, float]]:
-    """Returns the loss and the divergence of each way, and of the float model under ""."""
+    """Returns the loss and the divergence of each way; the key "" is the float model."""
     models = {name: logits_of(path) for name, path in {"": run, **ways}.items()}
     losses, divergences, tokens = dict.fromkeys(models, 0.0), dict.fromkeys(models, 0.0), 0
     for batch in batches(run, rows):

@@ -1,10 +1,11 @@
-"""Measures speed and memory of reading and writing weights of a random 1 GB bfloat16 model. Prints a Markdown table.
+"""Measures speed and memory of reading and writing the weights of a random bfloat16 model. Prints a Markdown table.
 
     python scripts/benchmark_weights.py [GB]
 
-Each row is measured in its own process. Memory is the peak resident set (VmHWM) minus the memory that the process has
-before it starts to read. For loading, also minus the parameters on the devices after the current parameter was loaded
-(CPU devices use this process's memory). Files are in the page cache.
+The model has 1 GB by default. Each row is measured in its own process. Memory is the peak resident set (VmHWM) minus
+the memory that the process uses before it starts to read. For loading, the parameters that have been loaded, including
+the current one, are subtracted, too, because CPU devices keep them in this process's memory. Files are in the page
+cache.
 """
 
 import json
@@ -25,7 +26,7 @@ EIGHT = ("ici_fsdp_parallelism=4", "ici_tensor_parallelism=2")
 
 
 def words(layers: int) -> list[str]:
-    """Returns the keys of the model."""
+    """Returns the configuration of the model, as key=value words."""
     sizes = {
         "base_emb_dim": WIDTH,
         "base_mlp_dim": MLP,
@@ -41,7 +42,7 @@ def words(layers: int) -> list[str]:
 
 
 def make(folder: Path, layers: int) -> None:
-    """Makes a Hugging Face directory of random weights, written by the trainer itself."""
+    """Writes a Hugging Face directory of random weights, with the trainer's own code."""
     import ml_dtypes
     import numpy as np
 
@@ -68,7 +69,7 @@ def make(folder: Path, layers: int) -> None:
 
 
 def load(folder: Path, layers: int, weight_dtype: str, *keys: str) -> dict[str, float]:
-    """Calls `load_parameters` for the available CPU devices, with shardings defined by `keys`."""
+    """Measures `load_parameters` for the available CPU devices, with shardings defined by `keys`."""
     import jax
     from orbax.checkpoint import v1  # noqa: F401
 
@@ -113,7 +114,7 @@ def export(source: Path, target: Path, *options: str) -> dict[str, float]:
 
 
 def resident(name: str) -> int:
-    """Returns a figure of /proc/self/status in bytes."""
+    """Returns a field of /proc/self/status in bytes."""
     line = next(it for it in Path("/proc/self/status").read_text().splitlines() if it.startswith(name + ":"))
     return int(line.split()[1]) * 1024
 
@@ -159,7 +160,7 @@ def main() -> None:
 
 
 def measure(name: str, *arguments: object) -> dict[str, float]:
-    """Measures one row in its own process, whose last line is the result."""
+    """Measures one row in a new process, which prints the result as its last line."""
     command = [sys.executable, __file__, name, *map(str, arguments)]
     flags = "--xla_force_host_platform_device_count=8" if EIGHT[0] in arguments else ""
     environment = os.environ | {"XLA_FLAGS": flags}

@@ -1,20 +1,23 @@
 """Checks this project on an accelerator, in one process and without a network, and prints a Markdown table.
 
     python scripts/check_accelerator.py            # on a GPU or a TPU; takes less than ten minutes
-    python scripts/check_accelerator.py --small    # tiny sizes, on any platform: shows that the script works
-    python scripts/check_accelerator.py --only attention    # the checks whose names contain a word
+    python scripts/check_accelerator.py --small    # tiny sizes on any platform, to test the script
+    python scripts/check_accelerator.py --only attention    # only the checks whose names contain a word
 
-- Attention ops, in each variant that they support, and grouped products: results and gradients beside those of the
-  plain op in float32. The largest difference is a share of the array's largest entry.
-- The five combinations: losses, parameters and optimizer state have equal bits after a few steps. The first combination
-  runs twice, which shows whether the devices repeat their own results.
-- A checkpoint on a CPU and back: equal bits, and nearly the same next loss.
-- A training step of 1.1 B parameters: its MFU, and its time beside the estimate of `aot`, whose lower bound must hold.
+- Attention ops, in each variant that they support, and grouped products: results and gradients are compared with those
+  of the plain op in float32. Differences are relative to the array's largest entry.
+- The five combinations of enable_nnx, pure_nnx_decoder and pure_nnx: losses, parameters and optimizer state are
+  bit-identical after a few steps. The first combination runs twice, to show whether the devices are deterministic.
+- A checkpoint that is restored on a CPU, saved there, and restored here again: identical bits, and nearly the same next
+  loss.
+- A training step of a model with 1.1 B parameters: its MFU, and its time, which must not be below the lower bound of
+  the estimate of `aot`.
 - Tokens/s of decode steps with every slot in use.
 
-MFU follows the convention of models/flops.py (6 operations per parameter of a matrix product and token, half of the
-square of causal attention, nothing for rematerialization), relative to the published dense bfloat16 peak. The share of
-the rate of a large product needs no data sheet; product and steps run in turns, at the same clock rates.
+MFU follows the convention of models/flops.py (6 operations per token for each parameter of a matrix product, half of
+the square for causal attention, nothing for rematerialization), relative to the published dense bfloat16 peak. The
+step's rate is also reported relative to that of a large product, which needs no published figure; product and steps run
+in turns, at the same clock rates.
 
 Exit code: 0, 1 if something failed, 2 without an accelerator.
 """
@@ -58,7 +61,7 @@ from trainer.training.batches import placed
 from trainer.training.build import build
 from trainer.training.run import Run
 
-STEPS = 5  # of each combination
+STEPS = 5  # training steps of each combination
 FIXED = ["dataset_type=synthetic", "eval_interval=-1", "steps=1000", "attention=flash", "opt_type=adamw"]
 
 
@@ -73,7 +76,7 @@ TINY = (
 )
 ACCELERATOR = Sizes(
     dtype="bfloat16",
-    tolerance=0.02,  # bfloat16 keeps 8 bits
+    tolerance=0.02,  # bfloat16 has 8 significant bits
     attention=(2, 2048, 16, 8, 128),
     window=256,
     grouped=(8192, 8, 1024, 2048),
@@ -85,8 +88,8 @@ ACCELERATOR = Sizes(
 )
 SMALL = Sizes(
     dtype="float32",
-    tolerance=1e-4,  # float32 sums in another order
-    attention=(1, 384, 2, 1, 16),  # longer than a block of the op blockwise
+    tolerance=1e-4,  # float32 sums have a different order
+    attention=(1, 384, 2, 1, 16),  # more tokens than a block of the op blockwise
     window=16,
     grouped=(64, 4, 16, 32),
     matrix=(128, 4),
@@ -98,7 +101,7 @@ SMALL = Sizes(
 
 
 def config_of(keys: str, name: str = next(iter(MODELS))) -> Any:
-    """Returns the configuration of a combination."""
+    """Returns the configuration with `keys` for the combination `name`."""
     return load([*FIXED, *keys.split(), *(f"{key}={value}" for key, value in flags_of(name).items())]).config
 
 
@@ -111,7 +114,7 @@ def batch_of(run: Run, step: int) -> Any:
 
 
 def trained(run: Run, step: Any) -> tuple[Any, dict[str, bytes]]:
-    """Runs a compiled step, STEPS times. Returns the canonical train state, and the bits of all metrics and of it."""
+    """Runs a compiled step STEPS times. Returns the canonical train state, and the bits of all metrics and of that state."""
     leaves, bits = jax.tree.leaves(run.init()), {}
     for i in range(STEPS):
         leaves, metrics = step(leaves, batch_of(run, i), run.frozen.make())
@@ -121,24 +124,24 @@ def trained(run: Run, step: Any) -> tuple[Any, dict[str, bytes]]:
 
 
 def bits_of(tree: Any) -> dict[str, bytes]:
-    """Returns the bits of each leaf by path."""
+    """Returns the bytes of each leaf by path."""
     return {name: np.asarray(leaf).tobytes() for name, leaf in by_name(tree).items()}
 
 
 def same(found: dict[str, bytes], right: dict[str, bytes]) -> str:
-    """Returns how many arrays have equal bits. Raises Failed with the first that differs."""
+    """Returns the number of arrays, in words, if all have equal bits. Otherwise raises Failed with the first name."""
     if differing := [name for name in {**right, **found} if found.get(name) != right.get(name)]:
         raise Failed(f"{len(differing)} of {len(right)} arrays differ, the first is {differing[0]}")
     return f"equal bits in {len(right)} arrays"
 
 
 def states(sizes: Sizes, devices: Sequence[jax.Device]) -> Checks:
-    """Checks the combinations, and a checkpoint on the way to a CPU and back."""
+    """Yields the checks of the combinations, and of a checkpoint on the way to a CPU and back."""
     first, *others = MODELS
 
     @functools.cache
     def base() -> tuple[Run, Any, Any, dict[str, bytes]]:
-        """Returns the first combination's run, its compiled step, and what `trained` returns."""
+        """Returns the first combination's run, its compiled step, and the results of `trained`."""
         run = build(config_of(sizes.states), devices)
         step = run.compile_on_leaves()
         return run, step, *trained(run, step)
@@ -169,7 +172,7 @@ def states(sizes: Sizes, devices: Sequence[jax.Device]) -> Checks:
 
 
 def passed(run: Run, tree: Any, other: Run, folder: Path) -> Any:
-    """Returns the canonical train state of `run`, saved in `folder` and restored on the devices of `other`."""
+    """Saves the train state `tree` of `run` in `folder`, and returns it as restored on the devices of `other`."""
     with CheckpointManager(folder, run.config, print) as manager:
         manager.save(STEPS, tree, Sidecar("", 0, "", {}), {})
     inspect(manager.path(STEPS))
@@ -177,12 +180,12 @@ def passed(run: Run, tree: Any, other: Run, folder: Path) -> Any:
 
 
 def next_loss(run: Run, step: Any, tree: Any) -> float:
-    """Returns the loss of the compiled step after a canonical train state, which is donated."""
+    """Returns the loss of one more step from the canonical train state `tree`, which is donated."""
     return float(step(jax.tree.leaves(run.codec.pack(tree)), batch_of(run, STEPS), run.frozen.make())[1]["loss"])
 
 
 def speed(sizes: Sizes, devices: Sequence[jax.Device]) -> Checks:
-    """Measures a training step, and compares its time with the estimate."""
+    """Yields two checks of a training step: its MFU, and its time compared with the estimate."""
 
     @functools.cache
     def measured() -> tuple[Run, float, float]:
@@ -206,7 +209,7 @@ def speed(sizes: Sizes, devices: Sequence[jax.Device]) -> Checks:
         share = f"MFU {flops / peak:.1%} of {peak / 1e12:.0f}" if peak else "no published peak in the tables"
         return (
             f"{share}; {run.parameters / 1e9:.2f} B parameters, {1e3 * step:.1f} ms, {tokens:,.0f} tokens/s, "
-            f"{flops / 1e12:.3f} TFLOP/s for a device; {flops / product:.1%} of a product's {product / 1e12:.3f}"
+            f"{flops / 1e12:.3f} TFLOP/s per device; {flops / product:.1%} of a product's {product / 1e12:.3f}"
         )
 
     def estimated() -> str:
@@ -217,7 +220,7 @@ def speed(sizes: Sizes, devices: Sequence[jax.Device]) -> Checks:
         )
         expect(not report.cost.unknown_loops, f"unknown trip counts: {', '.join(report.cost.unknown_loops)}")
         if report.estimate is None:
-            others = ", without those of kernels that are not counted" if report.cost.notes else ""  # as cuBLAS
+            others = ", without those of kernels that are not counted" if report.cost.notes else ""  # such as cuBLAS
             counted = f"{report.cost.flops / 1e12:.4g} TFLOP{others}"
             raise LeftOut(f"{devices[0].device_kind} is not in aot/chips.py; {counted}")
         least, most = report.estimate.seconds, report.estimate.serial_seconds
@@ -229,7 +232,7 @@ def speed(sizes: Sizes, devices: Sequence[jax.Device]) -> Checks:
 
 
 def peak_of(kind: str) -> float | None:
-    """Returns the published FLOP/s of dense bfloat16 products of a kind of device; None if the table lacks it."""
+    """Returns the published peak FLOP/s of dense bfloat16 products on a device kind; None if the table lacks it."""
     chip = chip_of(kind)
     return chip.flops("bf16") if chip else None
 
@@ -244,7 +247,7 @@ def product_rate(sizes: Sizes) -> Callable[[], float]:
 
 
 def decoding(sizes: Sizes, devices: Sequence[jax.Device]) -> str:
-    """Measures decode steps. Every slot continues the same prompt greedily, so all must give the same tokens."""
+    """Measures decode steps. Every slot continues the same prompt greedily, so all must return the same tokens."""
     engine = MaxEngine(config_of(sizes.decoding), devices)
     params, slots = engine.load_params(say=lambda line: None), engine.max_concurrent_decodes
     prefix, _ = engine.prefill(params, engine.padded([1, 2, 3]), 3, sampling=Sampling(0.0))
@@ -272,14 +275,14 @@ def commit() -> str:
 def main(argv: Sequence[str] | None = None, devices: Sequence[jax.Device] | None = None) -> int:
     """Prints the table and returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="tiny sizes, on any platform")
-    parser.add_argument("--only", default="", metavar="WORD", help="the checks whose names contain this, as attention")
+    parser.add_argument("--small", action="store_true", help="use tiny sizes, on any platform")
+    parser.add_argument("--only", default="", metavar="WORD", help="only checks with this in their names")
     given = parser.parse_args(argv)
     sizes = SMALL if given.small else ACCELERATOR
     devices, started = devices or jax.devices(), time.perf_counter()
     kind, platform = devices[0].device_kind, devices[0].platform
     if sizes is ACCELERATOR and platform == "cpu":
-        print("error: there is no accelerator; --small tries the script on a CPU", file=sys.stderr)
+        print("error: there is no accelerator; use --small to test the script on a CPU", file=sys.stderr)
         return 2
     print(f"{len(devices)} x {kind} ({platform}), JAX {jax.__version__}, commit {commit()}, ", end="")
     print(f"{time.strftime('%Y-%m-%d')}{', tiny sizes' if sizes is SMALL else ''}\n")
@@ -292,7 +295,7 @@ def main(argv: Sequence[str] | None = None, devices: Sequence[jax.Device] | None
             result, figure = "ok", check()
         except LeftOut as why:
             result, figure = "left out", str(why)
-        except Exception as error:  # of any kind: a check that fails must not hide the others
+        except Exception as error:  # any error: a check that fails must not prevent the others
             result, figure = "FAILED", str(error) if isinstance(error, Failed) else f"{type(error).__name__}: {error}"
             if "RESOURCE_EXHAUSTED" in figure:
                 result, figure = "left out", "does not fit into the memory"

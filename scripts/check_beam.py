@@ -1,7 +1,7 @@
 """Compares data prepared with Apache Beam and without: `python scripts/check_beam.py`. Needs the extra `beam`.
 
-Prepares the sources of Python's standard library as JSONL, with and without duplicates, in parts. Each of Beam's local
-runners must write the same bytes as one process, and report a record that cannot be read.
+Prepares the sources of Python's standard library as JSONL in parts, and drops duplicates. Each of Beam's local runners
+must write the same bytes as a single process, and must name the line of a record that is not JSON.
 """
 
 import json
@@ -24,7 +24,7 @@ KEYS = (
 
 
 def main() -> None:
-    """Prints a line for each runner; ends with code 1 if one differs."""
+    """Prints a line for each runner; exits with code 1 if a runner fails a check."""
     wrong = 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

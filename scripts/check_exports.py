@@ -1,11 +1,11 @@
-"""Loads what `trainer.export format=hf` writes with Hugging Face's transformers, and compares logits.
+"""Loads exports of `trainer.export format=hf` with Hugging Face's transformers, and compares the logits with ours.
 
     pip install -e ".[goldens]" && python scripts/check_exports.py [part of a case's name ...]
 
-Cases: every preset that transformers has an architecture for, with its keys and small sizes that share no divisor; and
-further settings of each family. Weights are random. For each case a line: the largest difference of the logits, as a
-share of the largest logit, in float32 on the CPU. Exit code 1 if a case exceeds TOLERANCE, if transformers refuses a
-file, or if a tensor is missing or left over. The page docs/benchmarks/weights.md has a dated result.
+The cases are every preset whose architecture transformers supports, with small sizes that share no divisor, and further
+settings of each architecture. Weights are random. For each case, the script prints the largest difference of the
+logits, relative to the largest logit, in float32 on the CPU. The exit code is 1 if a difference exceeds TOLERANCE, if
+transformers cannot load a file, or if a tensor is missing or unexpected. docs/benchmarks/weights.md has a dated result.
 """
 
 import contextlib
@@ -44,14 +44,14 @@ SIZES = {
     "max_target_length": 333,
 }
 OF_HEADS = {"base_num_query_heads": 6, "base_num_kv_heads": 2, "head_dim": 14}
-# For DeepSeek-V2 transformers rotates complex numbers, which takes even sizes beside qk_rope_head_dim.
+# For DeepSeek-V2, transformers rotates complex numbers. Sizes of parts next to qk_rope_head_dim must then be even.
 OF_LATENTS = {"base_num_query_heads": 3, "base_num_kv_heads": 3, "kv_lora_rank": 10, "qk_nope_head_dim": 12}
 OF_LATENTS |= {"qk_rope_head_dim": 6, "v_head_dim": 9}
 OF_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "base_moe_mlp_dim": 13}
 PLAIN = {"mlp_activations": "[silu,linear]", "enable_dropout": "false"}
 YARN = {"rope_type": "yarn", "rope_factor": 4, "original_max_position_embeddings": 16, "beta_fast": 4}
 LLAMA31 = {"rope_type": "llama3.1", "rope_factor": 8, "original_max_position_embeddings": 16}
-# The names of further cases: their keys.
+# The keys of further cases, by name.
 FURTHER = {
     "one layer": {"base_num_decoder_layers": 1, "first_num_dense_layers": 0},
     "one kv head": {"base_num_kv_heads": 1},
@@ -86,7 +86,7 @@ def cases() -> dict[str, dict[str, object]]:
         keys |= {"base_num_decoder_layers": 7} if preset.sliding_window_size else {}
         keys |= {"query_pre_attn_scalar": 9} if preset.query_pre_attn_scalar else {}
         found[name] = keys
-        # The first preset of an architecture stands for it.
+        # The further cases of an architecture use its first preset.
         kind = hugging_face(configured(keys)).model_type
         found |= {f"{kind}: {what}": keys | more for what, more in FURTHER.items() if f"{kind}: {what}" not in found}
     return found
@@ -100,7 +100,7 @@ def configured(keys: dict[str, object]) -> Any:
 
 
 def random_weights(model: object) -> dict[str, np.ndarray]:
-    """Returns weights with which scores, activations and norms all matter."""
+    """Returns random weights of a scale at which scores, activations and norms all affect the logits."""
     rng = np.random.default_rng(0)
     return {
         name: rng.uniform(0.25, 1.0, leaf.shape).astype(leaf.dtype)
@@ -111,7 +111,8 @@ def random_weights(model: object) -> dict[str, np.ndarray]:
 
 
 def difference(keys: dict[str, object], folder: Path) -> float:
-    """Exports a model with `keys` below `folder`, and returns the largest difference of its logits as a share."""
+    """Exports a random model with `keys` below `folder`. Returns the largest difference between our logits and those of
+    transformers, relative to the largest logit."""
     config = configured(keys)
     model = make_model(config)
     weights = random_weights(model)
@@ -129,10 +130,10 @@ def difference(keys: dict[str, object], folder: Path) -> float:
         output_loading_info=True,
         dtype=torch.float32,
         attn_implementation="eager",
-        experts_implementation="eager",  # torch's grouped products take multiples of 16 bytes only
+        experts_implementation="eager",  # torch's grouped products require multiples of 16 bytes
     )
     if any(report[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys")):
-        raise ValueError(f"tensors: {report}")
+        raise ValueError(f"missing, unexpected or mismatched tensors: {report}")
     tokens = np.random.default_rng(1).integers(0, config.vocab_size, (ROWS, LENGTH)).astype(np.int32)
     params, rest = parted(nested(weights), model.abstract[1])
     position = np.tile(np.arange(LENGTH, dtype=np.int32), (ROWS, 1))
@@ -156,9 +157,9 @@ def main() -> int:
             try:
                 found = difference(keys, Path(folder))
                 text = f"{found:.1e}"
-            except UserError as error:  # for example a window, which the family does not have
+            except UserError as error:  # for example, the family does not support a window
                 found, text = 0.0, f"refused: {' '.join(str(error).split())[:120]}"
-            except Exception as error:  # what transformers raises for a file that it does not read
+            except Exception as error:  # any error of transformers while it loads a file
                 found, text = np.inf, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         print(f"{name:<40} {text}", flush=True)
         if found > TOLERANCE:

@@ -1,9 +1,10 @@
 """Compares plans with brute force: `python scripts/check_plan.py [dense slices offload experts] [--folder FOLDER]`.
 
-Each space has at least 60 points of a tiny model. The plan runs without a limit on compilations; then every point that
-it did not compile is compiled, too. Checked are: the winner is that of all points; no point that a bound excluded as
-too large fits, and none excluded as worse is better; the memory of rows equals that of a separate train_compile.
-Programs are kept in FOLDER/SPACE.jsonl, so the script can be interrupted. Needs libtpu; takes some minutes a space.
+Each space has at least 60 points, which are configurations of a tiny model. The plan runs without a limit on
+compilations; then every point that it did not compile is compiled, too. No point that fits may be better than the
+plan's winner, neither one that the plan compiled nor one that its bounds excluded. The memory of some points must equal
+that of a separate train_compile. Results are kept in FOLDER/SPACE.jsonl, so the script can be interrupted. It needs
+libtpu, and takes some minutes per space.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-os.environ["JAX_PLATFORMS"] = "cpu"  # of this process; it compiles for others
+os.environ["JAX_PLATFORMS"] = "cpu"  # the platform of this process, which compiles for others
 
 from trainer.aot.topologies import devices_of, topology_of
 from trainer.config.errors import UserError
@@ -36,13 +37,13 @@ TINY = (
 ROWS = {"per_device_batch_size": [16, 2048], "num_vocab_tiling": [1]}
 POLICIES = {"remat_policy": ["none", "minimal", "full"]}
 NO_OFFLOAD = {"optimizer_memory_host_offload": [False], "parameter_memory_host_offload": [False]}
-MEMORY_CHECKED = 2  # rows of each space whose memory is compared with that of the command
-# With this option of the compiler, programs are less optimized, and compile sooner. The plan and brute force have it.
+MEMORY_CHECKED = 2  # points per space whose memory is compared with that of train_compile
+# With this compiler option, programs are less optimized and compile faster. The plan and brute force both use it.
 QUICKLY = {"exec_time_optimization_effort": -1.0}
 
 
 class Question(NamedTuple):
-    """The words of a question, and its `search`."""
+    """A planning problem: key=value words, and the values of other keys to search."""
 
     words: Sequence[str]
     search: Mapping[str, Sequence[Any]]
@@ -107,7 +108,7 @@ def main() -> None:
 
 
 def _check(name: str, question: Question, folder: Path) -> int:
-    """Checks one space. Returns the number of contradictions."""
+    """Checks one space. Returns the number of errors."""
     loaded = load(["base.yml", *TINY, *question.words])
     config, topology, slices = loaded.config, topology_of(loaded.config), loaded.config.compile_topology_num_slices
     space = default_space(config, topology.devices, slices, loaded.changed, question.search)
@@ -142,7 +143,7 @@ def _check(name: str, question: Question, folder: Path) -> int:
 def _row(
     search: Search, config: Config, journal: Journal, point: Mapping[str, Any]
 ) -> tuple[str, int, Mapping[str, Any]]:
-    """Returns the outcome, the tokens and the row of a point; an empty row if it is refused."""
+    """Returns the outcome, the tokens and the row of a point. The row is empty if the point is refused."""
     tokens = search.tokens(point)
     try:
         key = search.key(point)
@@ -154,7 +155,8 @@ def _row(
 
 
 def _other_memory(config: Config, search: Search) -> list[str]:
-    """Compiles some rows with the command, in a process, and here, and returns those whose memory differs."""
+    """Compiles some points both in this process and with train_compile in another process. Returns an error for each
+    point whose memory differs."""
     rows = [found for found in search.candidates if found.memory]
     wrong = []
     for found in random.Random(0).sample(rows, min(MEMORY_CHECKED, len(rows))):
@@ -166,7 +168,7 @@ def _other_memory(config: Config, search: Search) -> list[str]:
 
 
 def _compile_here(config: Config, options: Mapping[str, Any] = QUICKLY) -> dict[str, Any]:
-    """Compiles in this process, which takes less time than `Compiler`."""
+    """Compiles in this process, which is faster than `Compiler`."""
     began, row = time.monotonic(), {"memory": 0, "again": False}
     try:
         report = compile_for_topology(config, options).report

@@ -3,11 +3,12 @@
     python scripts/check_plan_bounds.py --points 300 --seed 0 --topology cpu-8 [--topology v5e-4 ...] [--results FILE]
 
 A point is a preset with small sizes and random settings. Each bound must be at most the figure of the compiled step,
-and the bounds refuse no point that compiles. CPUs have no chip in the table; they are priced as one that has only
-compute, or only bandwidth of memory, so that both parts of `seconds` are compared. Prints a line for each violation,
-then the medians of bound / figure; the exit code is 1 if there are violations.
-FILE (JSON lines) keeps points, so that the same command continues after an interruption. A step takes 5 to 30 s of CPU
-time on cpu-8 and 30 to 200 s on v5e-4; the large ones of LARGE take minutes.
+and the bounds must not refuse a point that compiles. The table of chips has no CPU. For CPU devices, the estimate
+counts either only compute or only memory traffic, at random, so that both parts of `seconds` are compared. Prints a
+line for each violation, then the median and maximum of bound / figure. The exit code is 1 if there are violations.
+
+FILE (JSON lines) keeps the results, so that the same command continues after an interruption. Compiling a step takes 5
+to 30 s of CPU time for cpu-8 and 30 to 200 s for v5e-4; the models in LARGE take minutes.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-# As the test suite compiles (tests/compiler.py): the time goes into machine code, which no figure depends on.
+# The options of the test suite (tests/compiler.py). They save time in generating machine code, which affects no figure.
 os.environ["XLA_FLAGS"] = " ".join(
     (
         *(os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8"),
@@ -44,7 +45,7 @@ SIZES = {
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 64}
 LATENT = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32}
 RECURRENT = {"gdn_num_key_heads": 4, "gdn_num_value_heads": 4, "gdn_key_head_dim": 32, "gdn_value_head_dim": 32}
-# Presets, with sizes that these families need.
+# Presets, with further sizes that their families need.
 MODELS: dict[str, dict[str, Any]] = {
     "default": {},
     "llama2-7b": {},
@@ -67,7 +68,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3-next-80b-a3b": EXPERTS | RECURRENT,
     "qwen3.5-2b": RECURRENT,
 }
-# Their blocks differ by layer, so that one turn of the loop has 4 to 6 of them; a compilation takes minutes.
+# Their blocks differ by layer. One iteration of the loop over layers has 4 to 6 blocks, so compilation takes minutes.
 LARGE = ("gemma3-1b", "llama4-17b-16e", "qwen3-next-80b-a3b", "qwen3.5-2b")
 AXES = ("data", "fsdp", "tensor", "expert", "context", "pipeline", "fsdp_transpose", "tensor_sequence")
 POLICIES = (
@@ -124,7 +125,7 @@ def point(rng: random.Random, topologies: list[str]) -> list[str]:
 
 
 def _mesh(rng: random.Random, devices: int, slices: int) -> dict[str, int]:
-    """Returns keys of a random factorization of the devices, in powers of two."""
+    """Returns parallelism keys that distribute the devices over random axes, in powers of two."""
     weights = (3, 6, 3, 2, 2, 1, 1, 1)
     keys: dict[str, int] = {f"ici_{axis}_parallelism": 1 for axis in AXES}
     for _ in range(int(math.log2(devices))):
@@ -134,7 +135,7 @@ def _mesh(rng: random.Random, devices: int, slices: int) -> dict[str, int]:
 
 
 class Checker:
-    """Compares points; keeps the `Bounds` of each topology, so that its caches are checked, too."""
+    """Compares points. Reuses the `Bounds` of each topology, so that their caches are checked, too."""
 
     def __init__(self) -> None:
         self.bounds: dict[Any, Any] = {}
@@ -186,7 +187,8 @@ class Checker:
 
 
 def _chip_of_cpu(config: Any) -> Any:
-    """Returns the chip of simulated devices: all but compute, or all but memory, is free; else None."""
+    """Returns a chip for simulated CPU devices on which only compute or only memory traffic takes time. Returns None
+    for other topologies."""
     from trainer.aot.chips import CHIPS
 
     if not config.compile_topology.startswith("cpu"):
@@ -203,11 +205,13 @@ def _options(topology: str) -> dict[str, Any] | None:
 
 
 def violations(record: dict[str, Any]) -> list[str]:
-    """Returns what is wrong with the record of a point."""
+    """Returns the violations in the record of a point."""
     if "error" in record:
         return [record["error"]]
     if "bound" not in record:
-        return ["refused by the bounds only"] if "bound_refused" in record and "refused" not in record else []
+        return (
+            ["refused by the bounds, but it compiles"] if "bound_refused" in record and "refused" not in record else []
+        )
     return [
         f"{name}: bound {bound:.6g} > {record['compiled'][name]:.6g}"
         for name, bound in record["bound"].items()

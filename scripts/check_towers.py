@@ -2,11 +2,13 @@
 
     pip install -e ".[goldens]" && python scripts/check_towers.py [case ...]
 
-For Gemma 3, Mistral 3 (also with Ministral 3), Llama 4 and Qwen 3.5 (dense and with experts), with the names of tensors
-of published folders and of modules of transformers 5: transformers saves a random model, which is exported straight
-after loading, and after three steps of training. Checked, in float32 on the CPU: the tensors of the towers are equal in
-all bytes; straight after loading the logits of a row with an image are equal in all bits, and so are all tensors; the
-logits of a text are ours, before and after training.
+The models are Gemma 3, Mistral 3 (also with a Ministral 3 text model), Llama 4, and Qwen 3.5 (dense and with experts).
+Tensors are named as in published folders, or like the modules of transformers 5. transformers saves a random model,
+which is exported once without training, and once after three training steps. The checks, in float32 on the CPU:
+
+- The tensors of the vision towers are bit-identical in both exports.
+- Without training, all tensors are bit-identical, and so are the logits of a row with an image.
+- The logits of a text agree with ours within TOLERANCE, both without and after training.
 """
 
 import contextlib
@@ -44,7 +46,7 @@ NAMES = {"language_model.model.": "model.language_model.", "language_model.lm_he
 
 
 def gemma3() -> tuple[Any, dict[str, Any]]:
-    """Returns a model, and a row with an image: the four tokens 61."""
+    """Returns a model, and a row with an image in place of the four tokens 61."""
     text = transformers.Gemma3TextConfig(**TEXT, sliding_window=5, query_pre_attn_scalar=9)
     config = transformers.Gemma3Config(
         text_config=text.to_dict(),
@@ -60,8 +62,8 @@ def gemma3() -> tuple[Any, dict[str, Any]]:
 
 
 def mistral3(text: Any = None, tied: bool = False) -> tuple[Any, dict[str, Any]]:
-    """Returns the same, whose row has 4 x 4 patches of which 2 x 2 become a token. `text`: its text model's
-    configuration, of Mistral if it is None."""
+    """Returns a model, and a row with an image of 4 x 4 patches; each 2 x 2 patches become a token. `text`: the
+    configuration of the text model; None: that of Mistral."""
     text = text or transformers.MistralConfig(**TEXT, sliding_window=None)
     config = transformers.Mistral3Config(
         text_config=text.to_dict(),
@@ -75,12 +77,13 @@ def mistral3(text: Any = None, tied: bool = False) -> tuple[Any, dict[str, Any]]
 
 
 def ministral3() -> tuple[Any, dict[str, Any]]:
-    """Returns the same with Ministral 3, whose queries grow from token 6 on."""
+    """Returns the same as `mistral3`, with the text model Ministral 3, whose queries are scaled up from token 6 on."""
     return mistral3(transformers.Ministral3Config(**TEXT, sliding_window=None, rope_parameters=GROWN))
 
 
 def llama4() -> tuple[Any, dict[str, Any]]:
-    """Returns the same, whose row has 4 x 4 patches of which 2 x 2 become a token; chunks are shorter than texts."""
+    """Returns a model, and a row with an image of 4 x 4 patches; each 2 x 2 patches become a token. The chunks of
+    chunked attention are shorter than the row."""
     text = transformers.Llama4TextConfig(**TEXT, intermediate_size_mlp=25, num_local_experts=3, attention_chunk_size=5)
     text.interleave_moe_layer_step, text.moe_layers = 1, list(range(TEXT["num_hidden_layers"]))
     size = {"vision_output_dim": 12, "projector_input_dim": 12, "projector_output_dim": 12, "pixel_shuffle_ratio": 0.5}
@@ -100,8 +103,8 @@ def llama4() -> tuple[Any, dict[str, Any]]:
 
 
 def qwen3_5(kind: str = "", **text: Any) -> tuple[Any, dict[str, Any]]:
-    """Returns the same, whose row has 4 x 4 patches of which 2 x 2 become a token. `kind`: the end of the names of its
-    classes. `text`: more fields of its text model."""
+    """Returns a model, and a row with an image of 4 x 4 patches; each 2 x 2 patches become a token. `kind`: "Moe" for
+    the classes with experts. `text`: further fields of the text model's configuration."""
     size = {**TEXT, "hidden_size": 32, "num_hidden_layers": 4, "head_dim": 16, "linear_num_key_heads": 2}
     size |= {"linear_num_value_heads": 6, "linear_key_head_dim": 8, "linear_value_head_dim": 6}
     size |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [2, 1, 1]}}
@@ -131,7 +134,8 @@ def pixels() -> torch.Tensor:
 
 
 def saved(model: Any, folder: Path, as_modules: bool) -> None:
-    """Makes the model random and saves it, with the names of its modules or those that transformers chooses."""
+    """Gives the model random weights and saves it. Tensors have the names of its modules if `as_modules`, otherwise
+    those that transformers chooses."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -153,7 +157,7 @@ def theirs(model: Any, folder: Path, row: dict[str, Any]) -> np.ndarray:
         folder, output_loading_info=True, dtype=torch.float32, attn_implementation="eager"
     )
     if any(report[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys")):
-        raise ValueError(f"tensors: {report}")
+        raise ValueError(f"missing, unexpected or mismatched tensors: {report}")
     with torch.no_grad():
         return found.eval()(**row).logits.numpy()
 
@@ -172,10 +176,11 @@ def ours(folder: Path, tokens: np.ndarray) -> np.ndarray:
 
 
 def check(make: Any, folder: Path, as_modules: bool) -> list[float]:
-    """Checks one case, and returns the differences of the logits of a text before and after training, as a share.
+    """Checks one case. Returns the largest differences of the logits of a text, without and after training, relative to
+    the largest logit.
 
     Raises:
-      ValueError: what has to be equal is not.
+      ValueError: tensors or logits that must be equal are not.
     """
     model, row = make()
     first, back, run, trained = (folder / name for name in ("first", "back", "run", "trained"))
@@ -188,14 +193,14 @@ def check(make: Any, folder: Path, as_modules: bool) -> list[float]:
         export.main([str(run), str(trained), "format=hf", f"like={first}"])
     before, after, final = (load_file(it / "model.safetensors") for it in (first, back, trained))
     if not before.keys() == after.keys() == final.keys():
-        raise ValueError("other names of tensors")
+        raise ValueError("an export has other tensor names than the original")
     if [name for name in before if before[name].tobytes() != after[name].tobytes()]:
-        raise ValueError("other tensors straight after loading")
+        raise ValueError("an export without training changed tensors")
     changed = {name for name in before if before[name].tobytes() != final[name].tobytes()}
     if changed != {name for name in before if "language_model" in name or name.startswith("lm_head")}:
-        raise ValueError("other tensors are trained than those of the text model")
+        raise ValueError("training changed other tensors than those of the text model, or not all of them")
     if not np.array_equal(theirs(model, first, row), theirs(model, back, row)):
-        raise ValueError("other logits of an image straight after loading")
+        raise ValueError("an export without training changed the logits of the row with an image")
     text = np.arange(20, 20 + LENGTH, dtype=np.int32)[None]
     differences = []
     for each in (back, trained):

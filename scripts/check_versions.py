@@ -1,13 +1,14 @@
-"""Runs a short part of the project, or the whole suite, with the newest dependencies.
+"""Tests the project with the newest dependencies: with a few commands, or with the whole test suite.
 
     python scripts/check_versions.py [--python PATH] [--environment FOLDER] [--suite] [--measure]
 
-Python 3.11 gets the oldest JAX that pyproject.toml accepts, a later Python the newest. The script makes an environment
-from `--python` (default: the first Python from 3.12 on that it finds) and runs there: the five combinations side by
-side, a run with a checkpoint and its resume, generation, one ahead-of-time compilation for a TPU, and the tests of
-`batch_invariant` whose bits a new XLA is most likely to change. `--environment`
-keeps the environment, or uses it if it is there. `--suite` runs every test instead, `--measure` prints one row of
-the table in docs/benchmarks/versions.md. Without a Python of 3.12 or later it says so and exits with 0.
+With Python 3.11, pip installs the oldest JAX that pyproject.toml accepts; with a later Python, the newest. The script
+creates a virtual environment from `--python` (default: the oldest Python from 3.12 on that it finds). There it compares
+the five combinations of the NNX flags, trains with a checkpoint, resumes, generates, compiles for a TPU ahead of time,
+and runs the tests of `batch_invariant` whose bits a new XLA is most likely to change. `--environment` names the
+environment's folder, which is kept, and reused if it exists. `--suite` runs every test instead; `--measure` prints one
+row of the table in docs/benchmarks/versions.md. If there is no Python 3.12 or later, the script prints a message and
+exits with 0.
 """
 
 import argparse
@@ -28,7 +29,7 @@ TINY = (
 )
 RUN = ("run_name=versions", "tokenizer_type=bytes", "checkpoint_period=4", "eval_interval=-1", "prompt=")
 TPU = ("compile_topology=v5e-4", "ici_fsdp_parallelism=4", "attention=flash", "head_dim=128", "max_target_length=256")
-# The part in the order in which it runs: a command, and what its output must contain.
+# The commands in order, each with a text that its output must contain.
 PART = (
     (("parity", "base.yml", *TINY, "dataset_type=synthetic", "left=nnx", "right=all"), "are equal in every bit"),
     (("train", "base.yml", *TINY, *RUN, "steps=4"), "completed step: 3"),
@@ -36,9 +37,9 @@ PART = (
     (("generate", "runs/versions", "prompt=def", "max_target_length=64"), "def"),
     (("train_compile", "base.yml", *TINY, *TPU), "as the compiler scheduled it"),
 )
-# Narrow products, and sums over few experts: XLA's choices for them have changed before (docs/decisions/0028).
+# Tests with narrow products and sums over few experts. XLA has compiled these differently before (docs/decisions/0028).
 BITS = ("tests/unit/inference/test_batch_invariant.py", "-k", "test_log and float32 and (lora or mixtral or qwen3_moe)")
-# Prints what the table of versions has: the losses round differently if XLA compiles differently.
+# Prints the compiler's figures for the table of versions.
 MEASURE = """
 import hashlib, jax, json
 from trainer.config.load import load
@@ -85,20 +86,21 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def first_python() -> Path | None:
-    """Returns the first Python from 3.12 on: on the path, or of pyenv. Of a later one, wheels may be missing."""
+    """Returns the oldest working Python from 3.12 on, from the path or pyenv, because wheels may be missing for newer
+    ones. Returns None if there is none."""
     pyenv = (Path.home() / ".pyenv" / "versions").glob("3.*/bin/python")
     found = [(int(path.parts[-3].split(".")[1]), path) for path in pyenv]
     on_path = {minor: shutil.which(f"python3.{minor}") for minor in range(12, 20)}
     found += [(minor, Path(path)) for minor, path in on_path.items() if path]
     for minor, path in sorted(found):
-        # A shim of pyenv may be on the path and not work.
+        # The path may contain a pyenv shim that does not work.
         if minor >= 12 and not subprocess.run([path, "-c", "import venv, ssl"], capture_output=True).returncode:
             return path
     return None
 
 
 def environment(python: Path, folder: Path) -> str:
-    """Makes an environment with the newest dependencies unless it is there. Returns its Python."""
+    """Creates an environment with the newest dependencies unless it exists. Returns its Python."""
     inside = str(folder / "bin" / "python")
     if not Path(inside).exists():
         subprocess.run([python, "-m", "venv", folder], check=True)
@@ -118,7 +120,7 @@ def run(python: str, words: Sequence[str], cwd: Path, env: dict[str, str], name:
 
 
 def measure(python: str, scratch: Path, env: dict[str, str]) -> None:
-    """Prints a row of the table of versions."""
+    """Prints the figures for a row of the table of versions."""
     print(run(python, ("-c", MEASURE), scratch, env, "compile").splitlines()[-1])
     words = ("base.yml", "dataset_type=synthetic", "steps=20", "eval_interval=-1", "prompt=")
     run(python, ("-m", "trainer.train", *words), scratch, env)

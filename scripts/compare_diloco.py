@@ -1,12 +1,12 @@
-"""Trains a model with data parallelism, DiLoCo and streaming DiLoCo, and compares losses and bytes between islands.
+"""Trains a model with data parallelism, DiLoCo and streaming DiLoCo; compares losses and bytes sent between islands.
 
     python scripts/compare_diloco.py FOLDER                 train, compile, print the tables
     python scripts/compare_diloco.py FOLDER --plot X.svg    the same, and draw the curves (needs matplotlib)
 
-Eight simulated devices: four islands of fsdp 2, or data 4 x fsdp 2, on the same rows in the same steps. First runs
-DiLoCo with each of RATES and the first of SEEDS, then all kinds with the best rate and all SEEDS. A seed determines the
-initial parameters and the order of the rows. Each run has a folder and is not repeated. Bytes are those of the compiled
-step.
+All runs use eight simulated devices and the same rows in each step. DiLoCo has four islands with fsdp 2; data
+parallelism has data 4 x fsdp 2. First, DiLoCo runs with each of RATES and the first of SEEDS; then, all kinds run with
+the best rate and each of SEEDS. A seed determines the initial parameters and the order of the rows. Each run has its
+own folder, and a complete run is not repeated. Bytes are counted in the compiled step.
 """
 
 import argparse
@@ -49,7 +49,7 @@ LOOKS = {  # Okabe and Ito's colours, for every kind of colour vision
 
 
 def curve(folder: Path, kind: str, seed: int, rate: float | None) -> list[tuple[int, float]]:
-    """Returns (updates, evaluation loss) of a run, which is first trained unless its metrics are complete."""
+    """Returns the (updates, evaluation loss) of a run, which is trained first unless its metrics are complete."""
     run = f"{kind.replace(', ', '-').replace(' ', '-')}-seed{seed}" + (f"-{rate:g}" if rate else "")
     metrics = folder / run / "metrics.jsonl"
     if not metrics.exists() or not (points := _points(metrics)) or points[-1][0] != STEPS:
@@ -70,14 +70,14 @@ def _points(metrics: Path) -> list[tuple[int, float]]:
 
 
 def sent(kind: str) -> tuple[float, float]:
-    """Returns (peak, mean) bytes per step that one device sends to other islands, or to the same devices without
-    DiLoCo."""
+    """Returns the (peak, mean) bytes per step that one device sends to other islands; without DiLoCo, along the axis
+    data."""
     run = built(**MODEL | KINDS[kind])
     found = analyze(run.compile().as_text(), run.mesh).collectives
     if not run.config.enable_diloco:
         total = sum(it.bytes for it in found if "data" in it.axes)
         return total, total
-    # Each conditional is the synchronization of one fragment and sends little other than its parameters.
+    # Each conditional synchronizes one fragment, and sends little besides the parameters of the fragment.
     total = sum(it.bytes for it in found if "diloco" in it.axes)
     params = run.codec.unpack(run.abstract_args()[0]).params
     sizes = [_numbers(jax.eval_shape(part.part, params)) for part in fragments(run.config)]
@@ -126,7 +126,7 @@ def plot(curves: dict[str, list], file: str) -> None:
 
 
 def main() -> None:
-    """Makes the missing runs in the folder, then reports."""
+    """Trains the missing runs, then reports."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--plot", metavar="FILE")
@@ -134,7 +134,7 @@ def main() -> None:
     rates = {rate: curve(given.folder, "DiLoCo", SEEDS[0], rate)[-1][1] for rate in RATES}
     best = min(rates, key=rates.__getitem__)
     curves: dict[str, list] = {kind: [] for kind in KINDS}
-    for seed in SEEDS:  # seed by seed, so that an interrupted comparison has equally many of each kind
+    for seed in SEEDS:  # seed by seed, so that an interrupted comparison has equally many runs of each kind
         for kind, keys in KINDS.items():
             rate = best if "enable_diloco" in keys else None
             curves[kind].append(curve(given.folder, kind, seed, rate))

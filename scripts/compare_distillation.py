@@ -1,11 +1,11 @@
 """Trains the default model on the same tokens with and without a teacher four times as large, with three seeds.
 
-    python scripts/compare_distillation.py FOLDER                 train what is missing in FOLDER, print the tables
+    python scripts/compare_distillation.py FOLDER                 train the missing runs, print the tables
     python scripts/compare_distillation.py FOLDER --plot X.svg    the same, and draw the curves (needs matplotlib)
 
-A seed determines the initial parameters and the order of the rows. The loss is the cross entropy of all held-out text.
-The CPU time of a step is compared with plain training and one forward pass of the teacher, in programs that are timed
-alternately.
+A seed determines the initial parameters and the order of the rows. The loss is the cross entropy on all held-out text.
+The CPU time of a step with the teacher is compared with that of a plain step plus a forward pass of the teacher; the
+programs are timed alternately.
 """
 
 import argparse
@@ -22,13 +22,13 @@ STEPS, TEACHER_STEPS, EVALUATIONS = 400, 1000, 5
 SEEDS = (0, 1, 2)
 TEACHER = {"base_emb_dim": 384, "base_num_query_heads": 12, "base_num_kv_heads": 4, "base_mlp_dim": 1024}
 TEACHER |= {"learning_rate": 3e-3, "steps": TEACHER_STEPS, "eval_interval": TEACHER_STEPS}
-ALPHAS = (None, 0.5, 0.9)  # the share of the divergence in the loss; None: without a teacher
+ALPHAS = (None, 0.5, 0.9)  # distill_alpha, the weight of the divergence in the loss; None: without a teacher
 COLORS = {None: "#000000", 0.5: "#0072B2", 0.9: "#D55E00"}  # Okabe and Ito's, for every kind of colour vision
 STYLES = {None: "-", 0.5: "--", 0.9: "-."}
 
 
 class Curve(NamedTuple):
-    """The evaluations of a run, (updates, nats per token)."""
+    """The evaluations of a run: (updates, nats per token)."""
 
     points: list[tuple[int, float]]
 
@@ -51,7 +51,7 @@ def _read(metrics: Path) -> Curve:
 
 
 def student(folder: Path, alpha: float | None, seed: int) -> Curve:
-    """Returns the curve of a student."""
+    """Returns the curve of a student, which is trained first if necessary."""
     keys = {"steps": STEPS, "eval_interval": STEPS // EVALUATIONS, "enable_checkpointing": False}
     keys |= {"init_weights_seed": seed, "data_shuffle_seed": seed}
     if alpha is None:
@@ -120,7 +120,7 @@ def cpu_seconds() -> None:
 
 
 def plot(curves: dict[float | None, list[Curve]], file: str) -> None:
-    """Draws the mean of the seeds, and a band from the lowest to the highest."""
+    """Draws the mean loss of the seeds, and a band from the lowest to the highest loss."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
@@ -146,7 +146,7 @@ def main() -> None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     teacher = trained(args.folder, "train", "teacher", **TEACHER)
     curves: dict[float | None, list[Curve]] = {alpha: [] for alpha in ALPHAS}
-    for seed in SEEDS:  # seed by seed, so that an interrupted comparison has whole seeds
+    for seed in SEEDS:  # seed by seed, so that an interrupted comparison has complete seeds
         for alpha in ALPHAS:
             curves[alpha].append(student(args.folder, alpha, seed))
     tables(teacher, curves)

@@ -3,11 +3,16 @@
     python scripts/compare_llama_cpp.py MODEL.gguf PYTHON [--rows 40]
 
 PYTHON is the Python of an environment with cyllama (0.2.18), a wheel of llama.cpp. The rows have 512 tokens of Python's
-help topics. The losses of llama.cpp on the file, and on the same weights written as float32, split the difference into
-that of the weights and that of the activations, which llama.cpp rounds where weights are quantized. The logits of one
-row are compared with NumPy's, which rounds as llama.cpp does: of the head alone (a model whose blocks add nothing), and
-of the model; and with NumPy's own after a change of the embeddings in the last bit. 15 minutes of CPU time for 135
-million parameters.
+help topics.
+
+Losses: llama.cpp runs on the file and on the same weights written as float32. The two results differ only because
+llama.cpp rounds activations where weights are quantized.
+
+Logits of one row: llama.cpp is compared with a NumPy implementation that rounds as llama.cpp does, for the head alone
+(a model whose blocks add nothing) and for the whole model. For scale, the last column is the effect on NumPy's logits
+if the embeddings change in their last bits.
+
+The script takes 15 minutes of CPU time for 135 million parameters.
 """
 
 import argparse
@@ -34,8 +39,8 @@ from trainer.weights.open import open_source, weights_of
 
 LENGTH = 512
 SOME = 128  # tokens whose logits are compared
-BLOCK = 32  # values of Q8_0, and of a row of activations
-# Writes the losses of each token, and the logits of the first ones. Queries, keys and values are float32.
+BLOCK = 32  # values that share a scale, in Q8_0 and in rounded activations
+# Writes the loss of each token, and the logits of the first ones. Queries, keys and values are float32.
 LLAMA_CPP = """
 import json, sys
 import numpy as np
@@ -66,7 +71,7 @@ np.savez(sys.argv[2], losses=losses, logits=first)
 
 
 def of_llama_cpp(python: str, file: Path, rows: list[list[int]], out: Path) -> dict[str, np.ndarray]:
-    """Returns `losses`, of all tokens, and `logits`, of the first ones."""
+    """Runs llama.cpp. Returns the `losses` of all tokens, and the `logits` of the first SOME tokens."""
     data = json.dumps([rows, SOME])
     subprocess.run([python, "-c", LLAMA_CPP, str(file), str(out)], input=data, text=True, check=True)
     with np.load(out) as found:
@@ -74,7 +79,7 @@ def of_llama_cpp(python: str, file: Path, rows: list[list[int]], out: Path) -> d
 
 
 def of_this_trainer(file: Path, rows: list[list[int]]) -> np.ndarray:
-    """Returns the losses of all tokens, with the model as training applies it."""
+    """Returns the losses of all tokens. The model is applied as in training."""
     source = open_source(str(file))
     config = model_config(source.keys, [f"max_target_length={LENGTH}"], "")
     model = make_model(config)
@@ -98,11 +103,11 @@ def losses_of(logits: np.ndarray, row: list[int]) -> np.ndarray:
 
 
 class Rounding:
-    """A Llama model of a GGUF file in NumPy, with or without llama.cpp's rounding of activations.
+    """The Llama model of a GGUF file in NumPy, with or without llama.cpp's rounding of activations.
 
-    Each block of 32 activations is rounded to integers times a scale in float16 (Q8_0). For weights in Q4_1, which are
-    integers times a scale, plus a minimum, the sum of the block times that minimum is added, with the sum rounded to
-    float16 (Q8_1).
+    Each block of 32 activations is rounded to integers times a float16 scale (Q8_0). Weights in Q4_1 are integers times
+    a scale, plus a minimum. The minimum's part of a product is the minimum times the sum of the rounded activations of
+    the block, and that sum is rounded to float16 (Q8_1).
     """
 
     def __init__(self, file: Path):
@@ -167,7 +172,7 @@ class Rounding:
 
 
 def head_alone(file: Path, out: Path) -> Path:
-    """Writes the model with blocks whose last products are zero."""
+    """Writes a copy of the model whose blocks add nothing, because their output matrices are zero. Returns `out`."""
     out.write_bytes(file.read_bytes())
     for tensor in gguf.GGUFReader(out, "r+").tensors:
         if tensor.name.endswith(("attn_output.weight", "ffn_down.weight")):
@@ -185,7 +190,7 @@ def print_losses(found: Mapping[str, np.ndarray]) -> None:
 
 
 def print_logits(name: str, model: Rounding, row: list[int], found: np.ndarray, blocks: bool) -> None:
-    """Prints root mean squares of differences of logits, of which the mean of each token is subtracted."""
+    """Prints root mean squares of logit differences, after the mean difference of each token has been subtracted."""
     float32 = model.logits(row, False, blocks)
     rounded, moved = (model.logits(row, True, blocks, times) for times in (1, 1 + 2.0**-21))
 

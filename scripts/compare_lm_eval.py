@@ -1,4 +1,4 @@
-"""Compares what trainer.evaluate kept of lm-eval's tasks with lm-eval's own model for transformers, by request.
+"""Compares the results of trainer.evaluate on lm-eval's tasks with those of lm-eval's transformers model, by request.
 
     python -m trainer.evaluate hf-model tasks=a.yml,b.yml dtype=float32 max_target_length=64 output=found
     python scripts/compare_lm_eval.py found hf-model a.yml b.yml --length 64
@@ -6,9 +6,9 @@
     python scripts/compare_lm_eval.py --write FOLDER
 
 The second command needs torch, transformers and lm-eval. For each task it prints the number of requests, the largest
-difference of log-likelihoods, how many answers (or greedy flags) are equal, and the CPU time of lm-eval's model. --bos
-makes its tokenizer begin texts with the bos token. The third command writes tasks of English text: next.yml (100
-questions with two choices), rolling.yml (6 texts) and answers.yml (6 answers to write).
+difference of log-likelihoods, the number of equal answers (or greedy flags), and the CPU time of lm-eval's model. With
+--bos, the tokenizer of lm-eval's model adds the bos token to texts. The third command writes tasks of English text:
+next.yml (100 questions with two choices), rolling.yml (6 texts) and answers.yml (6 texts to continue).
 docs/benchmarks/evaluation.md has results.
 """
 
@@ -22,16 +22,16 @@ from price_quantization import write_tasks
 
 
 def main() -> int:
-    """Returns 1 if a log-likelihood differs by more than 1e-4, or an answer differs at all."""
+    """Returns the exit code: 1 if a log-likelihood differs by more than 1e-4 or an answer differs at all, else 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("model", nargs="?")
     parser.add_argument("tasks", nargs="*", metavar="TASK.yml")
     parser.add_argument("--write", type=Path, metavar="FOLDER")
     parser.add_argument("--length", type=int, default=512, help="max_target_length of the first command")
-    parser.add_argument("--rows", type=int, default=8, help="sequences at once (default: 8)")
+    parser.add_argument("--rows", type=int, default=8, help="sequences per batch (default: 8)")
     parser.add_argument("--bos", action="store_true")
-    parser.add_argument("--chat", action="store_true", help="as with use_chat_template=true")
+    parser.add_argument("--chat", action="store_true", help="apply the chat template, as use_chat_template=true does")
     given = parser.parse_args()
     if given.write:
         return write(given.write)
@@ -57,7 +57,7 @@ def main() -> int:
         theirs = [response for row in found["samples"][name] for response in row["resps"]]
         lines = (given.folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
         ours = [response for line in lines for response in json.loads(line)["resps"]]
-        assert len(ours) == len(theirs), f"{name}: {len(ours)} requests, and {len(theirs)} of lm-eval's model"
+        assert len(ours) == len(theirs), f"{name}: {len(ours)} requests, but {len(theirs)} of lm-eval's model"
         largest, equal = 0.0, 0
         for (one,), (other,) in zip(ours, theirs, strict=True):
             numbers = [value[0] if isinstance(value, list | tuple) else value for value in (one, other)]

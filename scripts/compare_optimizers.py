@@ -1,13 +1,14 @@
-"""Trains the default model with AdamW, Muon and Lion, and compares their steps and time to an evaluation loss.
+"""Trains the default model with AdamW, Muon and Lion; compares the steps and time until they reach an evaluation loss.
 
     python scripts/compare_optimizers.py FOLDER                 train, measure the time of a step, print the tables
     python scripts/compare_optimizers.py FOLDER --plot X.svg    the same, and draw the curves (needs matplotlib)
 
-All are tuned alike. First RATES learning rates, a factor of 2 apart, in runs of TUNING_STEPS steps with seed 0; while
-the best rate is at an end of the tried rates, the next rate is tried too. Then runs of STEPS steps with the best rate
-and each of SEEDS. A seed determines both the initial parameters and the order of the rows. A schedule is as long as its
-run. Each run has a folder and is not repeated. The time of a step is a ratio of CPU seconds of programs that are timed
-alternately, so that other work on the machine hardly affects it.
+All optimizers are tuned in the same way. First, RATES learning rates, a factor of 2 apart, are tried in runs of
+TUNING_STEPS steps with seed 0; while the best rate is the lowest or highest so far, the next rate is tried, too. Then
+come runs of STEPS steps with the best rate and each of SEEDS. A seed determines both the initial parameters and the
+order of the rows. The learning rate schedule is as long as the run. Each run has its own folder, and a complete run is
+not repeated. The time of a step is a ratio of CPU seconds of programs that are timed alternately, so that other work on
+the machine hardly affects it.
 """
 
 import argparse
@@ -28,12 +29,12 @@ from benchmark_default import batch_of, built
 from trainer import train
 
 STEPS, TUNING_STEPS = 260, 100
-EVAL_INTERVAL = 52  # on all held-out rows
-REFERENCES = (156, 208, 260)  # after how many steps do others reach AdamW's loss after this many steps?
+EVAL_INTERVAL = 52  # steps; evaluations use all held-out rows
+REFERENCES = (156, 208, 260)  # the table shows when the others reach AdamW's losses after these steps
 RATES, SEEDS = 4, (0, 1, 2)
 ROUNDS, TIMED_STEPS = 12, 4
 # The lowest learning rate, and the settings that make an optimizer's rates comparable: Lion uses a tenth of AdamW's
-# rates and ten times its weight decay (as its paper advises), Muon updates of AdamW's size and AdamW's weight decay.
+# rates and ten times its weight decay (as its paper advises); Muon uses AdamW's weight decay and update size.
 OPTIMIZERS = {
     "adamw": (3e-3, {}),
     "muon": (3e-3, {"muon_consistent_rms": 0.2, "muon_weight_decay": 0.1}),
@@ -44,13 +45,13 @@ STYLES = {"adamw": "-", "muon": "--", "lion": "-."}
 
 
 def curve(folder: Path, name: str, rate: float, seed: int, steps: int) -> list[tuple[int, float]]:
-    """Returns (updates, evaluation loss) of a run, which is first trained unless its metrics are complete."""
+    """Returns the (updates, evaluation loss) of a run, which is trained first unless its metrics are complete."""
     run = f"{name}-{rate:g}-seed{seed}-{steps}"
     metrics = folder / run / "metrics.jsonl"
     if not metrics.exists() or not (points := _points(metrics)) or points[-1][0] != steps:
         keys = OPTIMIZERS[name][1] | {"opt_type": name, "learning_rate": rate, "steps": steps}
         keys |= {"init_weights_seed": seed, "data_shuffle_seed": seed}
-        # For tuning, a part of the held-out rows, a few files, is enough.
+        # For tuning, a few batches of held-out rows are enough.
         keys |= {"eval_interval": EVAL_INTERVAL} if steps == STEPS else {"eval_interval": steps, "eval_steps": 8}
         keys |= {"enable_checkpointing": False, "prompt": ""}
         keys |= {"base_output_directory": folder, "run_name": run}
@@ -67,7 +68,7 @@ def _points(metrics: Path) -> list[tuple[int, float]]:
 
 
 def tune(folder: Path, name: str) -> dict[float, float]:
-    """Returns the last evaluation loss by learning rate. The best rate is not at an end of the rates."""
+    """Returns the last evaluation loss by learning rate. The best rate is neither the lowest nor the highest."""
     lowest = OPTIMIZERS[name][0]
     losses: dict[float, float] = {}
     wanted = [lowest * 2**i for i in range(RATES)]
@@ -137,8 +138,8 @@ def tables(tuned, curves, ratios) -> None:
 
 
 def plot(curves, ratios, file: str) -> None:
-    """Draws the evaluation loss against steps and against time: mean of the seeds, and a band from lowest to
-    highest."""
+    """Draws the evaluation loss against steps and against time: the mean of the seeds, and a band from the lowest to
+    the highest loss."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -162,7 +163,7 @@ def plot(curves, ratios, file: str) -> None:
 
 
 def main() -> None:
-    """Makes the missing runs in the folder, then reports."""
+    """Trains the missing runs, then reports."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--plot", metavar="FILE")
@@ -170,7 +171,7 @@ def main() -> None:
     tuned = {name: tune(given.folder, name) for name in OPTIMIZERS}
     rates = {name: min(losses, key=losses.__getitem__) for name, losses in tuned.items()}
     curves: dict[str, list] = {name: [] for name in OPTIMIZERS}
-    for seed in SEEDS:  # seed by seed, so that an interrupted comparison has equally many of each kind
+    for seed in SEEDS:  # seed by seed, so that an interrupted comparison has equally many runs of each kind
         for name in OPTIMIZERS:
             curves[name].append(curve(given.folder, name, rates[name], seed, STEPS))
     measured = given.folder / "step_ratios.json"

@@ -1,15 +1,15 @@
-"""Compares what this commit computes with what the commit that it is based on computes, on this machine.
+"""Compares the results of this commit with those of its base, the commit that it builds on, on this machine.
 
     python scripts/compare_with_base.py [--base COMMIT] [--write]
 
 For each of a few small configurations that cover the paths of the step, `trainer.parity record=FILE` runs in a worktree
-of the base, and `trainer.parity left=FILE` runs here. Programs are compiled quickly (tests/compiler.py). A change of
-bits is printed. It is an error unless docs/changed-bits.md has a new line that names the configuration. The base is
-`--base`, otherwise the commit where this branch left origin/main, otherwise the first parent of HEAD.
+of the base, and `trainer.parity left=FILE` runs here. Programs are compiled quickly (tests/compiler.py). Changed bits
+are reported, and are an error unless docs/changed-bits.md has a new line that names the configuration. The base is
+`--base`; by default, it is the commit where this branch left origin/main, or else the first parent of HEAD.
 
-tests/goldens/programs.json has what does not depend on the machine: names and shapes of the state, FLOPs, and bytes.
-A difference is an error; `--write` writes the file. It states the version of JAX that it holds for. With another one,
-only names and shapes are compared.
+tests/goldens/programs.json has the facts that do not depend on the machine: names and shapes of the state, FLOPs, and
+bytes. A difference is an error; `--write` rewrites the file. FLOPs and bytes are compared only with the version of JAX
+that the file names.
 """
 
 import argparse
@@ -51,7 +51,7 @@ CASES = {
     "experts": (*TINY, *ONE, "left=nnx", *LATENT, "mtp_num_layers=1", "opt_type=muon"),
     "meshes": (*TINY, *MESH, "left=nnx", "shard_optimizer_over_data=true", "remat_policy=full", "dtype=bfloat16"),
 }
-# What a process runs: commands on stdin, and for each its exit code and last line on stdout.
+# The code of a process. It reads commands from stdin, and prints the exit code and the last line of each.
 RUN = """
 import contextlib, io, json, sys
 from trainer import parity
@@ -88,8 +88,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def compare(tree: Path | None, names: Sequence[str], scratch: Path) -> dict[str, tuple[int, str]]:
-    """Records the cases in `tree`, the base, compares them here, and records them here. Returns the exit code and the
-    last line of each comparison. The code is -1 if the base cannot record the case."""
+    """Records the cases with the base in `tree`. This checkout compares its results with those records, and records the
+    cases, too. Returns the exit code and the last line of each comparison. The code is -1 if the base cannot record the
+    case."""
     paths = {name: scratch / f"{name}.safetensors" for name in names}
     here = [("base.yml", *CASES[name], f"record={scratch / name}.head.safetensors") for name in names]
     said: dict[str, tuple[int, str]] = {}
@@ -110,8 +111,7 @@ def compare(tree: Path | None, names: Sequence[str], scratch: Path) -> dict[str,
 
 
 def judged(said: Mapping[str, tuple[int, str]], listed: str) -> list[str]:
-    """Prints the results of the comparisons. Returns the errors. `listed`: what the commits add to the list of
-    changes."""
+    """Prints the results of the comparisons. Returns the errors. `listed`: the new lines of docs/changed-bits.md."""
     failed = []
     for name in CASES:
         code, text = said[name]
@@ -122,7 +122,7 @@ def judged(said: Mapping[str, tuple[int, str]], listed: str) -> list[str]:
 
 
 def facts_of(record: Path) -> dict[str, object]:
-    """Returns names, shapes, FLOPs and bytes of a record."""
+    """Returns the names, shapes, FLOPs and bytes in a record."""
     with safe_open(record, framework="np") as file:
         about = json.loads(file.metadata()["record"])
     quantities = {name: arrays for it in about["measures"].values() for name, arrays in it["quantities"].items()}
@@ -135,7 +135,7 @@ def facts_of(record: Path) -> dict[str, object]:
 
 
 def facts_differ(found: Mapping[str, object], *, write: bool) -> list[str]:
-    """Compares the facts of all cases with the file, or writes it. Returns the errors."""
+    """Compares the facts of all cases with the file FACTS, or writes that file. Returns the errors."""
     versions = {name: metadata.version(name) for name in ("jax", "jaxlib")}
     if write:
         FACTS.write_text(json.dumps({"versions": versions, "cases": found}, indent=1) + "\n")
@@ -143,7 +143,7 @@ def facts_differ(found: Mapping[str, object], *, write: bool) -> list[str]:
     expected = json.loads(FACTS.read_text())
     parts = ("facts", "shapes") if expected["versions"] == versions else ("shapes",)
     return [
-        f"{name}: other {part} than in {FACTS.name}; if that is intended: python {Path(__file__).name} --write"
+        f"{name}: {part} differ from {FACTS.name}; if that is intended, run python {Path(__file__).name} --write"
         for name in CASES
         for part in parts
         if expected["cases"].get(name, {}).get(part) != json.loads(json.dumps(found[name][part]))
@@ -172,7 +172,7 @@ def run(tree: Path, commands: Sequence[Sequence[str]], scratch: Path) -> list[tu
 
 @contextlib.contextmanager
 def worktree(commit: str | None, folder: Path) -> Iterator[Path | None]:
-    """Checks out `commit` in `folder` for the duration of the context; None if there is no commit."""
+    """Checks out `commit` in `folder` for the duration of the context. Yields `folder`, or None without a commit."""
     if commit is None:
         print("HEAD has no parent here, so no bits are compared")
         yield None
@@ -185,8 +185,7 @@ def worktree(commit: str | None, folder: Path) -> Iterator[Path | None]:
 
 
 def base_of_head() -> str | None:
-    """Returns the commit where this branch left origin/main, otherwise the first parent of HEAD; None if there is
-    none."""
+    """Returns the commit where this branch left origin/main, or else the first parent of HEAD, or else None."""
     head = git("rev-parse", "HEAD")
     for asked in (("merge-base", "HEAD", "origin/main"), ("rev-parse", "--verify", "--quiet", "HEAD~1")):
         with contextlib.suppress(subprocess.CalledProcessError):
@@ -196,7 +195,7 @@ def base_of_head() -> str | None:
 
 
 def changes_since(base: str) -> str:
-    """Returns the lines that were added to the list of changes since `base`, also by what is not committed."""
+    """Returns the lines that were added to docs/changed-bits.md since `base`, including uncommitted ones."""
     lines = git("diff", base, "--", CHANGES).splitlines()
     return "\n".join(line for line in lines if line.startswith("+"))
 

@@ -1,13 +1,14 @@
 """Compiles for an NVIDIA GPU on a machine without one, and prints the kernels and the memory of each program.
 
     python3.12 -m venv v && v/bin/pip install -e '.[gpu-aot]'
-    v/bin/python scripts/compile_gpu.py attention               # each way in which rows hold documents
+    v/bin/python scripts/compile_gpu.py attention               # by how documents are described to the kernel
     v/bin/python scripts/compile_gpu.py step [key=value ...]    # the training step of scripts/check_accelerator.py
     v/bin/python scripts/compile_gpu.py benchmark [INDEX ...]   # the cases of scripts/benchmark_gpu.py
-    v/bin/python scripts/compile_gpu.py products                # operations of whole models beside a closed form
+    v/bin/python scripts/compile_gpu.py products                # FLOPs of whole models, compared with a formula
 
-XLA's compiler for GPUs needs neither a driver nor a GPU, and plans the memory of a program as for a real one. It does
-not choose the fastest kernel of each product, which it would measure. docs/benchmarks/gpu.md has the tables.
+XLA's compiler for GPUs needs neither a driver nor a GPU, and plans a program's memory as it would for a real GPU. But
+it does not choose the fastest kernel for each product, because it cannot measure them. docs/benchmarks/gpu.md has the
+tables.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-os.environ["JAX_PLATFORMS"] = "cpu"  # of this process; it compiles for another
+os.environ["JAX_PLATFORMS"] = "cpu"  # the platform of this process, which compiles for another
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +56,7 @@ def main() -> None:
     """Prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("attention", "step", "benchmark", "products"))
-    parser.add_argument("words", nargs="*", help="of the step's configuration, or cases of the benchmark")
+    parser.add_argument("words", nargs="*", help="key=value for step, or indices of cases for benchmark")
     given = parser.parse_args()
     devices = devices_of(topologies()["h200-1"])
     print(f"{devices[0].device_kind}, JAX {jax.__version__}\n")
@@ -67,7 +68,7 @@ def main() -> None:
 
 
 def attention(device: Any) -> Iterator[tuple[str, ...]]:
-    """Yields the rows of the table of attention alone, forward and backward."""
+    """Yields the rows of the table of attention alone, with gradients."""
     yield "documents", "kernels", "temporaries, MB"
     yield "---", "---", "---"
     here = SingleDeviceSharding(device)
@@ -93,7 +94,7 @@ def attention(device: Any) -> Iterator[tuple[str, ...]]:
 
 
 def with_gradients(op: Callable[..., jax.Array]) -> Callable[..., Any]:
-    """Returns the gradients of the op's result, multiplied by itself, for queries, keys and values."""
+    """Returns a function that computes the gradients of the op's squared result for queries, keys and values."""
 
     def loss(*args: Any) -> jax.Array:
         return jnp.square(op(*args).astype(jnp.float32)).sum()
@@ -102,7 +103,7 @@ def with_gradients(op: Callable[..., jax.Array]) -> Callable[..., Any]:
 
 
 def steps(devices: Sequence[Any], words: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """Yields the rows of the table of the training step, for each policy of rematerialization."""
+    """Yields the rows of the table of the training step, by rematerialization policy."""
     yield "remat_policy", "loop", "kernels", "arguments, GB", "temporaries, GB", "compiled in"
     yield ("---",) * 6
     given = dict(word.partition("=")[::2] for word in words)
@@ -122,7 +123,8 @@ def steps(devices: Sequence[Any], words: Sequence[str]) -> Iterator[tuple[str, .
 
 
 def benchmark(devices: Sequence[Any], cases: Sequence[Case]) -> Iterator[tuple[str, ...]]:
-    """Yields the rows of the table of the benchmark's cases. `together` has a share of the memory of the GPU."""
+    """Yields the rows of the table of the benchmark's cases. The column `together` includes the share of the GPU's
+    memory."""
     memory = CHIPS["h200"].hbm_bytes
     yield "case", "rows", "remat_policy", "kernels", "arguments, GB", "temporaries, GB", "together", "products"
     yield ("---",) * 8
@@ -137,7 +139,7 @@ def benchmark(devices: Sequence[Any], cases: Sequence[Case]) -> Iterator[tuple[s
 
 
 def products_of_models() -> Iterator[tuple[str, ...]]:
-    """Yields the rows of the table of products: what the compiled step counts, and what its configuration says."""
+    """Yields the rows of the table of products: FLOPs of the compiled step, and FLOPs by a closed form."""
     yield "model", "TFLOP compiled", "closed form", "arguments, GB", "temporaries, GB", "estimate, ms", "compiled in"
     yield ("---",) * 7
     for words in MODELS:
@@ -156,7 +158,7 @@ def products_of_models() -> Iterator[tuple[str, ...]]:
 
 
 def products(text: str) -> str:
-    """Returns how many products of matrices a compiled program has, by the types of their operands."""
+    """Returns the numbers of matrix products in a compiled program by the types of their operands, in words."""
     types = dict(re.findall(r"^\s*(?:ROOT )?(%[\w.-]+) = (\w+)\[", text, re.MULTILINE))
     pairs = re.findall(r" dot\((%[\w.-]+), (%[\w.-]+)\)", text)
     found = collections.Counter(" x ".join(sorted({types[one] for one in pair})) for pair in pairs)
@@ -164,7 +166,7 @@ def products(text: str) -> str:
 
 
 def kernels(text: str) -> str:
-    """Returns the calls of cuDNN's attention in a compiled program, and what their configuration says."""
+    """Returns the calls of cuDNN's attention in a compiled program and their settings, in words."""
     found = collections.Counter()
     for name, config in re.findall(r'custom_call_target="__cudnn\$fmha(\w+)".*?backend_config=(\{.*\})', text):
         config = json.loads(config)["cudnn_fmha_backend_config"]

@@ -1,4 +1,4 @@
-"""The commands of the README and the docs, for scripts/run_docs.py and the tests."""
+"""The commands in README.md, CONTRIBUTING.md and the docs, for scripts/run_docs.py and the tests."""
 
 import re
 import shlex
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-# A fenced block, with the language and the comment directly before it.
+# A fenced block with its language, and the comment directly before it.
 BLOCK = re.compile(
     r"(?:^<!-- (?P<comment>[^\n]*) -->\n)?^ *```(?P<language>\w*)\n(?P<text>.*?)^ *```", re.MULTILINE | re.DOTALL
 )
@@ -19,14 +19,16 @@ _NOT_OURS = ("pip", "pytest", "venv")
 
 
 class Command(NamedTuple):
-    """A command of the project, as it is written.
+    """A documented command of the project.
 
     Attributes:
-      page: its page, relative to the checkout.
-      variables: of the environment.
+      page: the path of its page, relative to the checkout.
+      variables: environment variables that the command sets.
       program: a module, or the path of a script.
-      code: the exit code that the page states in a comment directly before the block, `exit code: 1`.
-      named: the name in such a comment, `command: test`; .ci/run runs these itself.
+      words: the arguments.
+      code: the expected exit code, from a comment directly before the block such as `exit code: 1`.
+      named: the name in a comment directly before the block such as `command: test`. .ci/run runs named commands
+        itself.
     """
 
     page: str
@@ -38,7 +40,7 @@ class Command(NamedTuple):
 
 
 def commands() -> Iterator[Command]:
-    """Yields the commands in all fenced blocks without a language or with bash, without synopses."""
+    """Yields the commands in all fenced blocks whose language is missing or bash, except for synopses."""
     for page in PAGES:
         for block in BLOCK.finditer(page.read_text(encoding="utf-8")):
             if block["language"] not in ("", "bash"):

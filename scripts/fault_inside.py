@@ -1,14 +1,16 @@
-"""Strikes a training process from within. The sitecustomize.py of scripts/fault_rounds.py calls `install`.
+"""Injects faults into a training process. The sitecustomize.py that scripts/fault_rounds.py writes calls `install`.
 
-The variable FAULTS is a JSON object:
-  folder  where marks are left: struck-N with the damaged file or the process that hangs, half-committed and
-          counts-PROCESS.json; and samples, with a line for each row that was trained on
+The environment variable FAULTS is a JSON object:
+  folder  the folder for output: struck-N (fault N has struck; contains the path of the damaged file or the id of the
+          hanging process), half-committed (a committed checkpoint is damaged), counts-PROCESS.json, and samples (with a
+          line for each row that was trained on)
   run     the run's folder
-  volume  a small file system with the run, which a full disk fills; "": it is simulated
-  faults  a list of objects: kind, moment, process (null: any), call (the number of the call of the moment's function),
-          delay (seconds from then), file (of the newest checkpoint's files in order: in [0, 1), to damage).
-One fault strikes after the other, each once, in a start of its own. If the list is empty, the calls of each moment are
-counted.
+  volume  a small file system that contains the run, and that the fault "full disk" fills; "": the fault is simulated
+  faults  a list of objects: kind, moment, process (null: any), call (which call of the moment's function, from 1),
+          delay (seconds from that call to the fault), file (which of the newest checkpoint's sorted files to damage, as
+          a fraction in [0, 1))
+Each fault strikes once. A start of the run has only one fault: the first that has not yet struck. If the list is empty,
+the calls at each moment are counted.
 """
 
 import atexit
@@ -30,7 +32,8 @@ from pathlib import Path
 from typing import Any
 
 ANY_TIME, COMMIT = "any time", "commit"
-# The moments, and the function whose call is one. COMMIT is the end of the call. ANY_TIME begins with the process.
+# The function whose call defines each moment. COMMIT is the end of that call. ANY_TIME has no function: its delay
+# counts from the start of the process.
 MOMENTS = {
     "preparation of data": "trainer.data.parts:write",
     "verification": "trainer.checkpoint.manager:verify",
@@ -48,17 +51,17 @@ MOMENTS = {
     "retention": "trainer.checkpoint.manager:expired",
     "deletion": "trainer.checkpoint.manager:remove_tree",
 }
-HANG = "hang"  # a wait without an end, in the function itself
+HANG = "hang"  # an endless wait, within the moment's function
 SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
 FULL, BALLAST = "full disk", "ballast"
-# Moments at which the disk is full for all writes from then on, and the bytes that a file may have. It is a limit of
-# the system, so that threads in C++ fail, too. At the others, the function raises ENOSPC, once.
+# Moments from which on the simulated disk is full for all writes, with the maximum bytes per file. The system enforces
+# this limit, so that C++ threads fail, too. At other moments, the moment's function raises ENOSPC once.
 LIMITED = {"save": 4096, "row of metrics": 0}
 DAMAGES = ("truncated", "removed")
 
 
 def install() -> None:
-    """Strikes in the processes of a run that the launcher has started, once they have read their command line."""
+    """Prepares the fault in this process, after it has read its command line, if the launcher has started it."""
     index = next((word.partition("=")[2] for word in sys.orig_argv if word.startswith("process_id=")), None)
     if index is None:
         return
@@ -93,7 +96,7 @@ def _arm(index: int) -> None:
 
 
 def _check_committed(run: Path, folder: Path) -> None:
-    """Leaves a mark if a committed checkpoint is not whole when process 0 starts."""
+    """Writes the file half-committed if a committed checkpoint fails verification."""
     from trainer.checkpoint.manager import committed
     from trainer.checkpoint.sums import verify
     from trainer.config.errors import UserError
@@ -133,7 +136,7 @@ def _before(moment: str, act: Callable[[], None]) -> None:
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if moment == "sidecar":  # in the thread that awaits it
+        if moment == "sidecar":  # acts in the thread that awaits it
             return _awaited(act, function(*args, **kwargs))
         if moment != COMMIT:
             act()
@@ -151,7 +154,8 @@ async def _awaited(act: Callable[[], None], then: Awaitable[Any]) -> Any:
 
 
 def _note_samples(file: Path) -> None:
-    """Appends to `file` the position after each batch of training data, and number and checksum of each row of it."""
+    """Makes training append a line to `file` for each row of each batch: the position after the batch, and the number
+    and checksum of the row."""
     from trainer.training.batches import LoadedAhead
 
     take = LoadedAhead.take
@@ -162,7 +166,7 @@ def _note_samples(file: Path) -> None:
         fields = [batch[name] for name in sorted(batch.keys() - {"row"})]
         sums = [zlib.crc32(b"".join(field[i].tobytes() for field in fields)) for i in range(len(batch["row"]))]
         lines = [f"{position.get('row')} {row} {one}\n" for row, one in zip(batch["row"], sums, strict=True)]
-        with contextlib.suppress(OSError), file.open("ab", buffering=0) as out:  # a full disk is no matter of this file
+        with contextlib.suppress(OSError), file.open("ab", buffering=0) as out:  # ignore a full disk
             out.write("".join(lines).encode())
         return batch, position
 
@@ -195,7 +199,7 @@ def _strike(fault: dict[str, Any], mark: Path, run: Path, volume: str) -> None:
 
 
 def _damage(kind: str, run: Path, at: float, mark: Path) -> None:
-    """Damages a file of the newest checkpoint, if there is one, and writes its path into `mark`."""
+    """Damages a file of the newest checkpoint, if there is one, and writes the file's path into `mark`."""
     from trainer.checkpoint.manager import committed
 
     found = committed(run / "checkpoints")

@@ -1,25 +1,26 @@
-"""Disturbs runs by random faults, and compares each with an undisturbed run.
+"""Disturbs runs with random faults, and compares each with an undisturbed run.
 
     python scripts/fault_rounds.py --rounds 30 dataset_type=synthetic steps=60 checkpoint_period=5 eval_interval=20
     python scripts/fault_rounds.py --processes 1,2,4 --results results.txt dataset_type=synthetic steps=60 ...
 
-Every round starts the command from nothing through scripts/launch_local.py, with one or several processes of one CPU
-device, and one fault strikes one of them: FAULTS, at a moment of scripts/fault_inside.py. The launcher starts the
-processes again; if it does not, the round does what the message says, and runs the same command. The end is compared
-with an undisturbed run of as many processes: the rows that were trained on, metrics.jsonl without its timing fields,
-every array of the last checkpoint, bit for bit, and the completions of trainer.grpo (--module trainer.grpo). Every
-committed checkpoint must be whole at each start and at the end.
+Every round starts the command from scratch through scripts/launch_local.py, with one or several processes that have one
+CPU device each. One of the FAULTS strikes one process, at a moment that scripts/fault_inside.py defines. If the
+launcher does not restart the processes, the round follows the instructions in its message and runs the same command
+again. The result is compared with an undisturbed run of as many processes: the rows that were trained on, metrics.jsonl
+without its timing fields, every array of the last checkpoint, bit for bit, and with --module trainer.grpo the
+completions. Every committed checkpoint must pass verification at each start and at the end.
 
---processes 2:4 begins with two processes and goes on with four after the first fault, on as many devices. Then the rows
-must be the same, and losses and arrays equal within LOSSES and ARRAYS. That holds with optimizer SGD: others amplify
-the rounding of gradients near zero.
+--processes 2:4 begins with two processes and continues with four after the first fault, on the same number of devices.
+Then the rows must be the same, and losses and arrays must agree within LOSSES and ARRAYS. This requires the optimizer
+SGD, because others amplify the rounding of gradients near zero.
 
-A full disk is simulated within the process, or, with --volume FOLDER, a small file system with the runs is filled:
+A full disk is simulated within the process. With --volume FOLDER, a small file system that contains the runs is filled
+instead:
 `unshare -Urm sh -c 'mount -t tmpfs -o size=32m none FOLDER && python scripts/fault_rounds.py --volume FOLDER ...'`.
 
-A round is determined by its seed and the words: `--seed 17 --rounds 1` repeats round 17. --results appends the line of
-each round to a file; rounds in the file that were equal are not run again. A round that fails keeps its folder, the
-others go on, and the exit code is 1.
+A round is determined by its seed and the command line: `--seed 17 --rounds 1` repeats round 17. --results appends the
+result of each round to a file; rounds that the file reports as equal are not run again. If a round fails, its folder is
+kept, the other rounds still run, and the exit code is 1.
 """
 
 import argparse
@@ -42,23 +43,23 @@ from typing import Any, NamedTuple
 from fault_inside import ANY_TIME, BALLAST, DAMAGES, FULL, HANG, MOMENTS
 
 LAUNCHER = Path(__file__).with_name("launch_local.py")
-RESTORING = ("verification", "restore")  # moments of a run that continues; another fault must end it first
+RESTORING = ("verification", "restore")  # moments of a resumed run, which a kill must end first
 STARTING = ("preparation of data", *RESTORING)
 EVERYWHERE = (ANY_TIME, *MOMENTS)
 WRITING = ("preparation of data", "row of metrics", "save", "sidecar", "checksums")
 DAMAGING = ("restore", "step", "evaluation", "save", "retention")
 LIMITS = {"hang_timeout_seconds": 10, "hang_grace_seconds": 150}  # a start takes more than 60 s if others use the CPUs
 SUPERVISED = ("supervise=true", *(f"{key}={seconds}" for key, seconds in LIMITS.items()))
-TO_END = 30  # seconds after its limit at which a process that hangs must have ended, and with it all others
+TO_END = 30  # seconds after the limit within which a hanging process and all others must have ended
 # The moments at which a process can hang, and the phases that its supervisor may name.
 HANGING = {
     "step": r"step \d+",
-    "batch": r"step \d+ \(data\)|step \d+ \(rollouts\)",  # of prompts, in trainer.grpo
+    "batch": r"step \d+ \(data\)|step \d+ \(rollouts\)",  # in trainer.grpo, a batch of prompts
     "round": r"step \d+ \(rollouts\)",
     "rewards": r"step \d+ \(rollouts\)|evaluation",
     "evaluation": "evaluation",
     "save": "save",
-    "checksums": "save|end",  # the next save waits for it, or the end of the run
+    "checksums": "save|end",  # the next save or the end of the run waits for them
 }
 # The faults, each with the moments at which it can strike, and the exit code after which the launcher does not restart.
 FAULTS: dict[str, tuple[Sequence[str], int]] = {
@@ -70,14 +71,20 @@ FAULTS: dict[str, tuple[Sequence[str], int]] = {
     **dict.fromkeys(DAMAGES, (DAMAGING, 2)),
 }
 LIMIT = 900  # seconds after which a launcher must have ended
-LOSSES = 3e-6  # of all floats in the metrics, relative if they are above 1, with another number of processes
-ARRAYS = 1e-5  # the same for the arrays of the last checkpoint
-DELAY = 0.1  # seconds; the longest from a call to the fault
+# Maximum differences after a change of the number of processes, relative for numbers above 1.
+LOSSES = 3e-6  # of all floats in the metrics
+ARRAYS = 1e-5  # of the arrays of the last checkpoint
+DELAY = 0.1  # maximum seconds from a call to the fault
 
 
 class Outcome(NamedTuple):
-    """The metrics of a run without timing, its last arrays and its completions, and a line for each row that was
-    trained on."""
+    """The result of a run.
+
+    Attributes:
+      rows: the metrics without timing fields.
+      arrays: the arrays of the last checkpoint, and the completions.
+      samples: a line for each row that was trained on.
+    """
 
     rows: list[dict]
     arrays: dict[str, Any]
@@ -85,7 +92,7 @@ class Outcome(NamedTuple):
 
 
 class Undisturbed(NamedTuple):
-    """A run without a fault: its `outcome`, its seconds, and by process how often each moment came."""
+    """A run without a fault: its outcome, its duration, and how often each process reached each moment."""
 
     outcome: Outcome
     seconds: float
@@ -93,7 +100,14 @@ class Undisturbed(NamedTuple):
 
 
 class Round(NamedTuple):
-    """What a seed determines: `then` processes go on; of `faults`, as in fault_inside.py, the last one counts."""
+    """A round, as its seed determines it.
+
+    Attributes:
+      seed: the seed.
+      processes: number of processes at the start.
+      then: number of processes after the first fault.
+      faults: as in fault_inside.py. The last one is under test; another one only ends the run first.
+    """
 
     seed: int
     processes: int
@@ -116,8 +130,8 @@ def drawn(
     known: Callable[[int, int], Undisturbed],
     moments: Sequence[str] = EVERYWHERE,
 ) -> Round:
-    """Returns the round of a seed. `processes`: at the start, and after the first fault. `known` gives the undisturbed
-    run of such a pair."""
+    """Returns the round of a seed. `processes`: pairs of the numbers of processes at the start and after the first
+    fault. `known` returns the undisturbed run of a pair."""
     draw = random.Random(seed)
     count, then = draw.choice(processes)
     kind, index = draw.choice(kinds), draw.randrange(min(count, then))
@@ -137,10 +151,10 @@ def drawn(
     if moment == ANY_TIME:
         fault["delay"] = draw.uniform(0, whole.seconds)
     if moment == "preparation of data":
-        fault["process"] = None  # whichever comes first prepares
+        fault["process"] = None  # whichever process comes first prepares the data
     if kind in (FULL, HANG):
         fault["delay"] = 0.0  # the call itself fails
-    # A kill that ends the run first, near its end, so that there is a checkpoint.
+    # A kill that ends the run before it resumes. It comes near the run's end, so that there is a checkpoint.
     first = {"kind": "kill", "moment": "step", "process": draw.randrange(count), "delay": 0.0}
     steps = counts[0]["step"]
     first["call"] = draw.randint(steps * 2 // 3, steps)
@@ -159,7 +173,7 @@ def launch(
     restarts: int = 3,
     volume: str = "",
 ) -> tuple[int, str]:
-    """Runs the launcher in `folder` until it ends. Returns its exit code and its output. `devices`: of each process."""
+    """Runs the launcher in `folder`. Returns its exit code and its output. `devices`: number per process."""
     inside = folder / "inside"
     inside.mkdir(parents=True, exist_ok=True)
     scripts = str(Path(__file__).parent.absolute())
@@ -205,7 +219,7 @@ def outcome(folder: Path) -> Outcome:
 
 
 def arrays_of(checkpoint: Path) -> dict[str, Any]:
-    """Returns the arrays of a checkpoint by name, no matter on which devices it was saved."""
+    """Returns the arrays of a checkpoint by name, whatever devices it was saved on."""
     import jax
     import numpy as np
     from orbax.checkpoint import v1 as ocp
@@ -223,7 +237,7 @@ def arrays_of(checkpoint: Path) -> dict[str, Any]:
 
 
 def differences(left: Outcome, right: Outcome) -> list[str]:
-    """Returns the differences between two outcomes, one line each; [] for equal bits."""
+    """Returns the differences between two outcomes, one line each; [] if they are bit-identical."""
     (rows, arrays, samples), (other_rows, other_arrays, other_samples) = left, right
     lines = [f"trained on other rows: {sorted(samples ^ other_samples)[:3]}"] if samples != other_samples else []
     lines += [f"{len(rows)} and {len(other_rows)} rows of metrics"] if len(rows) != len(other_rows) else []
@@ -238,7 +252,7 @@ def _bits(arrays: dict[str, Any], name: str) -> Any:
 
 
 def distances(left: Outcome, right: Outcome) -> tuple[float, float]:
-    """Returns the largest distances of the floats in the metrics and of the arrays, relative to numbers above 1.
+    """Returns the largest difference of the floats in the metrics, and of the arrays; relative for numbers above 1.
 
     Raises:
       AssertionError: anything else differs.
@@ -270,10 +284,10 @@ def undisturbed(words: Sequence[str], folder: Path, processes: int, devices: int
 
 
 def disturbed(one: Round, words: Sequence[str], folder: Path, module: str, whole: Undisturbed, volume: str = "") -> str:
-    """Runs a round in `folder`, or its run and its cache in `volume`. Returns its result.
+    """Runs a round in `folder`; with `volume`, its run and its cache are there. Returns the result in words.
 
     Raises:
-      AssertionError: the run did not come to its end as it should, or its end differs from that of `whole`.
+      AssertionError: the run did not end as it should, or its outcome differs from that of `whole`.
     """
     kind, codes, mark = one.faults[-1]["kind"], [], folder / f"struck-{len(one.faults) - 1}"
     words = [*words, *(SUPERVISED if kind in ("stop", HANG) else ())]
@@ -322,17 +336,17 @@ def disturbed(one: Round, words: Sequence[str], folder: Path, module: str, whole
 
 
 def _late(one: Round, whole: Undisturbed) -> bool:
-    """Returns whether a run may end before it sees a signal of this round."""
+    """Returns whether the run may end before it handles the signal of this round."""
     fault = one.faults[-1]
     count = whole.counts[fault["process"] or 0].get(fault["moment"], 0)
     return fault["moment"] == ANY_TIME or (fault["moment"] not in STARTING and fault["call"] > 0.8 * count)
 
 
 def hang(one: Round, folder: Path, mark: Path) -> str:
-    """Returns what the supervisor of the process that hung has reported, and after how many seconds all had ended.
+    """Returns, in words, the supervisor's report about the hanging process, and when all processes had ended.
 
     Raises:
-      AssertionError: it named another phase, or they ended too late.
+      AssertionError: the report names another phase, or the processes ended too late.
     """
     [file] = (folder / "runs/run").glob(f"hang-*-{mark.read_text()}.txt")
     first, moment = file.read_text().partition("\n")[0], one.faults[-1]["moment"]
@@ -347,7 +361,8 @@ def hang(one: Round, folder: Path, mark: Path) -> str:
 
 
 def check_checkpoints(folder: Path, damaged: Sequence[str]) -> None:
-    """Raises AssertionError if a committed checkpoint that is not `damaged` is not whole, or was not at a start."""
+    """Raises AssertionError if a committed checkpoint fails verification and is not in `damaged`, if one failed it at a
+    start, or if anything else is left in the folder of checkpoints."""
     from trainer.checkpoint.manager import committed
     from trainer.checkpoint.sums import verify
 
@@ -371,7 +386,8 @@ def rounds(
     moments: Sequence[str] = EVERYWHERE,
     volume: str = "",
 ) -> int:
-    """Runs the rounds of `seeds` in folders below `folder`, with a line to `say` for each. Returns how many failed."""
+    """Runs the rounds of `seeds` in folders below `folder`, and passes a line about each to `say`. Returns the number
+    of failed rounds."""
     wholes: dict[tuple[int, int], Undisturbed] = {}
     failed = 0
 
@@ -399,19 +415,19 @@ def rounds(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--seed", type=int, default=0, help="of the first round; each next one has the next seed")
-    parser.add_argument("--processes", default="1", help="how many, such as 1,2,2:4; a round draws one of them")
-    parser.add_argument("--faults", default=",".join(FAULTS), help="default: %(default)s")
-    parser.add_argument("--moments", default=",".join(EVERYWHERE), help="at which they strike; default: %(default)s")
-    parser.add_argument("--results", type=Path, metavar="FILE", help="to which the line of each round is appended")
-    parser.add_argument("--volume", default="", metavar="FOLDER", help="a small file system, which a full disk fills")
-    parser.add_argument("--module", default="trainer.train", help="the command, such as trainer.grpo")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first round; others have the next seeds")
+    parser.add_argument("--processes", default="1", help="such as 1,2,2:4, of which a round draws one")
+    parser.add_argument("--faults", default=",".join(FAULTS), help="faults to draw from; default: %(default)s")
+    parser.add_argument("--moments", default=",".join(EVERYWHERE), help="moments to draw from; default: %(default)s")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="append the result of each round to it")
+    parser.add_argument("--volume", default="", metavar="FOLDER", help="a small file system for the fault full disk")
+    parser.add_argument("--module", default="trainer.train", help="the module to run, such as trainer.grpo")
     options, words = parser.parse_known_args()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     before = options.results.read_text() if options.results and options.results.exists() else ""
     same = " ".join([options.module, options.processes, options.faults, options.moments, *words])
     if before and before.partition("\n")[0] != same:
-        parser.error(f"--results {options.results} is of another command: {before.partition(chr(10))[0]}")
+        parser.error(f"--results {options.results} belongs to another command: {before.partition(chr(10))[0]}")
     done = {int(seed) for seed in re.findall(r"^seed (\d+): .*: equal", before, re.MULTILINE)}
 
     def say(line: str) -> None:

@@ -1,10 +1,10 @@
-"""Reads hostile files: each must end within 10 s and 2 GB, in success or in one message.
+"""Reads hostile files: within 10 s and 2 GB of memory, each must be read or refused with one message.
 
     python scripts/hostile_files.py [seed=0] [count=100] [kinds=templates,tokenizers,tables,configs,gguf]
 
-Each file is read in a process of its own, forked from one that has loaded the package. The address space of that
-process may grow by 2 GB. A table says how many files of each kind were read, were refused, or failed, and the slowest
-and largest.
+Each file is read in its own process, which is forked from one that has loaded the package. Its address space may grow
+by 2 GB. A table shows for each kind how many files were read, refused or failed, the longest time, and the largest
+growth of memory.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ CONFIG = {
     **{"model_type": "llama", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "max_position_embeddings": 64},
 }
-# What grows in a loop, and what is written at the end.
+# A template whose value grows in a loop and is written at the end: (start, iterations, step, end).
 GROWN = "{%% set n = namespace(x=%s) %%}{%% for i in range(%d) %%}{%% set n.x = %s %%}{%% endfor %%}%s"
 STARTS = ["9", "'a'", "'a'.encode()", "['a']", "('a',)", "{'a': 1}", "1.5", "messages", "namespace(a=1)", "'😀,'"]
 STEPS = [
@@ -89,7 +89,7 @@ ENDS = [
     "{{ n.x|sort }}",
     "{{ n.x in n.x }}",
 ]
-# What a large number is given to.
+# Calls to which a large number is passed.
 CALLS = [
     "'a'|center(%d)",
     "'a'.ljust(%d)",
@@ -307,7 +307,7 @@ KINDS = {"templates": template, "tokenizers": tokenizer, "tables": table, "confi
 
 
 def tried(read: Callable[[], Any]) -> tuple[str, float, int]:
-    """Returns "read", "refused" or what else happened, the seconds, and the MiB by which memory grew."""
+    """Returns "read", "refused" or the failure in words, the seconds, and the growth of memory in MiB."""
     begin, (get, put) = time.monotonic(), os.pipe()
     child = os.fork()
     if not child:
@@ -321,7 +321,7 @@ def tried(read: Callable[[], Any]) -> tuple[str, float, int]:
             said = "read"
         except UserError as error:
             said = "refused" if str(error).strip() and len(str(error)) < 4000 else f"a message of {len(str(error))}"
-        except BaseException as error:  # any other is a failure, which the table shows
+        except BaseException as error:  # any other error is a failure, which the table counts
             said = f"{type(error).__name__}: {str(error)[:100]}"
         os.write(put, json.dumps([said, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10]).encode())
         os._exit(0)

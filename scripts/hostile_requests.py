@@ -1,10 +1,11 @@
-"""Measures how long an honest client waits beside requests that are made to take long.
+"""Measures how long an honest client waits while a server receives requests that are designed to take long.
 
     python scripts/hostile_requests.py FROM [key=value ...]
 
-Starts `trainer.serve FROM`. Honest requests ask for one token, with a small body and with one of 12 kB; their usual
-time is the median of 40. Then two clients send a hostile request of each kind again and again for three seconds, large
-ones and ones that are just small enough to be read in a thread, while the honest client goes on.
+Starts `trainer.serve FROM`. Honest requests ask for one token, with a small body or a body of 12 kB; their usual time
+is the median of 40. Then, for each kind and size of hostile request, two clients repeat the request for three seconds
+while the honest client continues. The sizes are 2.7 MB and just below HUGE and LARGE, the thresholds from which on the
+server reads a body elsewhere (trainer.serving.reading).
 """
 
 import asyncio
@@ -26,7 +27,7 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 
 def hostile(size: int) -> dict[str, tuple[str, bytes]]:
-    """Returns the path and the body of each kind of request, of `size` bytes."""
+    """Returns the path and the body, of about `size` bytes, of each kind of request."""
 
     def said(content: object) -> bytes:
         return json.dumps({"messages": [{"role": "user", "content": "a", "more": content}]}).encode()
@@ -45,7 +46,7 @@ def hostile(size: int) -> dict[str, tuple[str, bytes]]:
 
 
 async def honest(client: httpx.AsyncClient, padding: int) -> float:
-    """Returns the seconds of an honest request, with `padding` bytes that say nothing."""
+    """Returns the seconds of an honest request, with `padding` bytes of whitespace."""
     body = json.dumps({"prompt": "def", "max_tokens": 1}) + " " * padding
     began = time.perf_counter()
     answer = await client.post(TEXT, content=body, headers=JSON)
@@ -54,7 +55,8 @@ async def honest(client: httpx.AsyncClient, padding: int) -> float:
 
 
 async def beside(url: str, path: str, body: bytes) -> tuple[list[list[float]], list[int]]:
-    """Returns the times of both honest requests while hostile ones run, and the codes of their answers."""
+    """Returns the times of honest requests, by padding, while hostile requests run; and the status codes of the answers
+    to the hostile requests."""
     codes = list[int]()
 
     async def send(client: httpx.AsyncClient) -> None:

@@ -1,20 +1,20 @@
-"""Starts a run as several processes on this machine, like on a cluster, over loopback.
+"""Starts a run with several processes on this machine. They communicate over loopback, as they would on a cluster.
 
     python scripts/launch_local.py -n 4 -- base.yml steps=100
     python scripts/launch_local.py -n 2 --devices 4 -- base.yml ici_fsdp_parallelism=8
     python scripts/launch_local.py -n 2 --restarts 5 --logs logs -- base.yml run_name=seven
     python scripts/launch_local.py --module trainer.generate -- runs/run-0001 prompt="def "
 
-Everything after -- is passed to `python -m trainer.train`, or to the module of --module. Output of process 0 is shown
-unchanged; with --all, output of every process is shown with its number. stderr of the other processes is always shown.
---logs writes all output of process N to FOLDER/process-N.log, too. --devices gives each process this many CPU devices
-instead of the machine's devices.
+Everything after -- is passed to `python -m trainer.train`, or to the module that --module names. The output of process
+0 is shown unchanged; with --all, the output of every process is shown with its number. stderr of the other processes is
+always shown. --logs also writes all output of process N to FOLDER/process-N.log. --devices gives each process this many
+CPU devices instead of the machine's devices.
 
-When a process ends with an error, or no longer answers, the launcher names it, with what it did and said, ends the
-others, and exits with its code. With --restarts N it starts all processes again, at most N times, after 1, 2, 4 ...
-30 seconds. It does not after a user's error (exit code 2), after a request to end, and after three failures at the same
-step; it reads the steps from the output of process 0. SIGTERM and Ctrl-C are passed to all processes, and nothing is
-started after them.
+When a process ends with an error or no longer responds, the launcher reports the process, what it was doing, and its
+error; ends the others; and exits with the code of the failed process. With --restarts N, it restarts all processes at
+most N times, after 1, 2, 4 ... 30 seconds. It does not restart them after a user's error (exit code 2), after a request
+to end, or after three failures at the same step, which it reads from the output of process 0. SIGTERM and Ctrl-C are
+passed to all processes, and nothing is started after them.
 """
 
 import argparse
@@ -34,17 +34,20 @@ from pathlib import Path
 from typing import IO
 
 HEARTBEAT = 10  # seconds without a heartbeat after which processes count as dead
-_GRACE = 5.0  # seconds in which processes that lost the same other one end after each other
+_GRACE = 5.0  # seconds within which all processes that lost the same process end
 LEFT_TO_END = 20.0  # seconds that the other processes have to end by themselves after one has ended with an error
-_SECONDS_TO_READ = 1.0  # in which the last output of a process that has ended is read
+_SECONDS_TO_READ = 1.0  # maximum wait for the last output of a process that has ended
 _POLL = 0.05
 _USER_ERROR, _HANG = 2, 75  # exit codes; 75: `trainer.runtime.supervision.HANG`
-_ABORTED = (-signal.SIGABRT, 128 + signal.SIGABRT)  # by JAX; with a supervisor, and without
-_LOST = {*_ABORTED, _HANG}  # codes of processes that wait for another one
+_ABORTED = (
+    -signal.SIGABRT,
+    128 + signal.SIGABRT,
+)  # aborted by JAX; which code depends on whether there is a supervisor
+_LOST = {*_ABORTED, _HANG}  # exit codes of processes that have waited for another process in vain
 _OBEYED = (128 + signal.SIGTERM, 128 + signal.SIGINT, -signal.SIGINT)  # of processes that ended on request
 _SIGNALS = {int(number) for number in signal.Signals}
 _SAME_STEP, _LONGEST_PAUSE = 3, 30.0
-# Output of JAX's collectives when they connect, and the stack in C++ where JAX aborts a process that lost another.
+# Output of JAX's collectives when they connect, and the C++ stack trace when JAX aborts a process that lost another.
 _NOISE = ("[Gloo] Rank", "*** Check failure stack trace", "    @     0x")
 _COUNT = "--xla_force_host_platform_device_count"
 _STEP = re.compile(r"completed step: (\d+),")
@@ -53,7 +56,7 @@ _SUPERVISED = re.compile(r"supervise: (.+?) during ([^;]+)(; the process does no
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0 if all processes succeeded, otherwise that of the process that failed first."""
+    """Returns the exit code: 0 if all processes succeeded, otherwise the code of the process that failed first."""
     job = _Job(_options(argv))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: job.requests.append(number))
@@ -66,14 +69,14 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-n", "--processes", type=int, default=2)
     parser.add_argument("--devices", type=int, help="CPU devices of each process")
-    parser.add_argument("--module", default="trainer.train", help="what runs; default: %(default)s")
+    parser.add_argument("--module", default="trainer.train", help="module to run; default: %(default)s")
     parser.add_argument("--all", action="store_true", help="show the output of every process")
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="folder for the output of each process")
-    parser.add_argument("--restarts", type=int, default=0, metavar="N", help="how often a failed job is started again")
-    parser.add_argument("words", nargs="*", metavar="-- base.yml key=value", help="the command line of the module")
+    parser.add_argument("--restarts", type=int, default=0, metavar="N", help="maximum restarts of a failed job")
+    parser.add_argument("words", nargs="*", metavar="-- base.yml key=value", help="arguments of the module")
     options = parser.parse_args(argv)
     if options.processes < 1 or (options.devices is not None and options.devices < 1) or options.restarts < 0:
-        parser.error("at least one process with at least one device, and restarts not below 0")
+        parser.error("--processes and --devices must be at least 1, and --restarts at least 0")
     names = [word for word in options.words if word.startswith("run_name=")]
     if options.restarts and (not names or names[-1] == "run_name="):
         parser.error("--restarts needs run_name=NAME after --, because a restart must continue the same run")
@@ -81,19 +84,19 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         if options.logs:
             options.logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        parser.error(f"--logs {options.logs}: cannot be made ({error.strerror}); choose a folder that can be written")
+        parser.error(f"--logs {options.logs}: cannot be created ({error.strerror}); choose a writable folder")
     return options
 
 
 class _Member:
-    """One of the processes, with what its output has said so far.
+    """One of the processes, with the information from its output so far.
 
     Attributes:
-      step: the last step that was completed; -1: none.
-      last: the last line of stdout.
-      phase: what it did at its end, from its supervisor; "": it has none.
-      reason: why it ended; "": nothing was said.
-      lost: whether it said that it lost another process.
+      step: the last completed step; -1: none.
+      last: the last line of stdout, shortened.
+      phase: what it was doing when its supervisor ended it; "": unknown.
+      reason: why it ended; "": unknown.
+      lost: whether it reported that another process ended.
     """
 
     def __init__(self, index: int, command: Sequence[str], environment: dict[str, str], options: argparse.Namespace):
@@ -115,12 +118,12 @@ class _Member:
             reader.start()
 
     def join(self, seconds: float | None = None) -> None:
-        """Waits until its output is read."""
+        """Waits until all output is read, at most `seconds`."""
         for reader in self._readers:
             reader.join(seconds)
 
     def close(self) -> None:
-        """Ends the processes that it has left, which may hold the lock of the run, and reads the rest of its output."""
+        """Kills processes that it left behind, which may hold the run's lock, and reads the rest of its output."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self.join()
@@ -147,11 +150,12 @@ class _Member:
             self.reason, self.phase = match[1] + (match[3] or ""), match[2]
         elif _REASON.match(line):
             self.lost = self.lost or "another process of this run ended" in line
-            self.reason = self.reason if self.phase else line[:200].rstrip(":")  # that of the supervisor
+            self.reason = self.reason if self.phase else line[:200].rstrip(":")  # the supervisor's reason has priority
 
 
 class _Log:
-    """FOLDER/process-N.log, to which starts and lines are appended at once. Without a folder nothing is written."""
+    """The file FOLDER/process-N.log, to which starts and output lines are appended unbuffered. Without a folder,
+    nothing is written."""
 
     def __init__(self, folder: Path | None, index: int):
         self._path = folder and folder / f"process-{index}.log"
@@ -173,7 +177,8 @@ class _Log:
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:
-        """Tells an OSError once. The run goes on without the log: a pipe that nobody reads would stop it."""
+        """Reports an OSError, after which nothing more is logged. It must not end the reader of the pipe, because a
+        full pipe would stop the run."""
         try:
             yield
         except OSError as error:
@@ -182,10 +187,10 @@ class _Log:
 
 
 class _Job:
-    """The processes, once or several times.
+    """The processes of a run, with all restarts.
 
     Attributes:
-      requests: the signals that are to be sent to all processes. After the first one nothing is started.
+      requests: the signals to send to all processes. After the first signal, nothing is started.
     """
 
     def __init__(self, options: argparse.Namespace):
@@ -198,7 +203,7 @@ class _Job:
             self._environment["XLA_FLAGS"] = " ".join([*flags, f"{_COUNT}={options.devices}"])
 
     def run(self) -> int:
-        """See `main`."""
+        """Runs the job. Returns the exit code, as `main` does."""
         best, failures, restarts = -1, 0, self._options.restarts
         for restart in range(restarts + 1):
             members: list[_Member] = []
@@ -256,7 +261,8 @@ class _Job:
 
 
 def _why_not(code: int, failures: int, step: int, last: bool) -> str:
-    """Returns why a job that failed is not started again; "": it is. `failures`: those without a step after `step`."""
+    """Returns why a failed job is not restarted; "": it is restarted. `failures`: number of successive failures without
+    a step after `step`."""
     if code == _USER_ERROR:
         return "exit code 2 is a user's error"
     if failures == _SAME_STEP:
@@ -265,10 +271,11 @@ def _why_not(code: int, failures: int, step: int, last: bool) -> str:
 
 
 def _first_failure(members: Sequence[_Member]) -> int | None:
-    """Returns the process that failed, and names it on stderr unless it obeyed a request to end.
+    """Returns the index of the process that failed, and names it on stderr unless it obeyed a request to end.
 
-    If several failed, returns the likeliest cause: the others lose it and end with code 1, or JAX aborts them, or their
-    supervisors end them. If all that ended have lost another one, the cause is a process that still runs.
+    If several processes failed, returns the likeliest cause. The other processes lose it; then they end with code 1, or
+    JAX aborts them, or their supervisors end them. If all processes that ended have lost another one, the cause is a
+    process that still runs.
     """
     codes = {index: code for index, member in enumerate(members) if (code := member.poll())}
     if not codes:
@@ -291,7 +298,8 @@ def _first_failure(members: Sequence[_Member]) -> int | None:
 
 
 def _rank(code: int, member: _Member) -> tuple[bool | float, ...]:
-    """Returns the less, the likelier it ended the others. Of processes that hang, it is the one behind the others."""
+    """Returns a sort key, which is smaller the likelier the process caused the failure. Among hanging processes, the
+    one at the lowest step is the likeliest."""
     step = re.search(r"step (\d+)", member.phase)
     return (
         *(code in _ABORTED, member.lost, code > 0, -code),

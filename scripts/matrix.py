@@ -1,9 +1,10 @@
-"""Trains with every mesh x combination x loop x accumulation and compares with one device: the full product, in parts.
+"""Trains with each mesh, combination of NNX flags, loop and accumulation, and compares the results with one device.
 
     python scripts/matrix.py --part 1/4 --out matrix.jsonl     # and 2/4, ...; skips cases that the file contains
     python scripts/matrix.py --table matrix.jsonl              # the table of docs/benchmarks/sharding.md
 
-Eight simulated devices, a tiny model, two SGD steps. The test suite runs a pairwise covering set of more options.
+The script runs the full product of these options, in parts, on eight simulated devices with a tiny model and two SGD
+steps. The test suite runs a pairwise covering set of more options.
 """
 
 import argparse
@@ -60,7 +61,7 @@ SIZES = {
     "warmup_steps_fraction": 0,
 }
 ROWS, STEPS = 16, 2
-# Losses are float32, and a mesh adds them in another order.
+# Losses are float32 sums, and a mesh changes their order.
 TOLERANCE = 1e-5
 
 
@@ -84,7 +85,7 @@ def losses(combination: str, mesh: str, scan_layers: bool, microbatches: int) ->
     quick = {"xla_backend_optimization_level": 0}
     step = run.step.lower(*run.abstract_args()).compile(quick)
     source = SyntheticRows(run.config.max_target_length, run.config.vocab_size, seed=0)
-    # Not jitted: all cases use the same operations.
+    # Not jitted, so that all cases initialize with the same operations.
     state, found = jax.device_put(run.codec.init(seed_key(0)), run.states.shardings), []
     for i in range(STEPS):
         batch = train_batch(source, i * ROWS, ROWS, seed=0, shuffle=False)
@@ -94,7 +95,7 @@ def losses(combination: str, mesh: str, scan_layers: bool, microbatches: int) ->
 
 
 def cases() -> list[tuple[str, str, bool, int]]:
-    """Returns the full product. All other cases are compared with the first one."""
+    """Returns the full product of the options. All other cases are compared with the first one."""
     from trainer.backends.registry import MODELS
 
     return list(itertools.product(MODELS, MESHES, (True, False), (1, 2)))
@@ -114,7 +115,7 @@ def run_part(part: int, parts: int, out: Path) -> None:
 
 
 def read(path: Path) -> list[dict]:
-    """Returns the rows that were written so far."""
+    """Returns the rows of a file of results; [] if it does not exist."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 

@@ -1,10 +1,11 @@
-"""Converts every MaxText command that a checkout of MaxText documents, and counts the verdicts and their reasons.
+"""Converts every command that a checkout of MaxText documents, and counts the verdicts and their reasons.
 
     python scripts/maxtext_corpus.py CHECKOUT [--maxtext VERSION] [--list VERDICT]
 
 CHECKOUT is a checkout or an unpacked source tree of MaxText. A command is text in a page, a script or a docstring that
-runs a module or a file of MaxText with python. A command with quotes or backslashes goes on in the next lines. The
-table in docs/from-maxtext.md has dated counts; `--list` shows the commands themselves, which are MaxText's text.
+runs a module or a file of MaxText with python. Open quotes and trailing backslashes continue a command on the next
+line. The table in docs/from-maxtext.md has dated counts; `--list` shows the commands themselves, which are MaxText's
+text.
 """
 
 import argparse
@@ -28,12 +29,13 @@ from trainer.maxtext.version import versions
 ENDINGS = (".md", ".rst", ".sh", ".py", ".ipynb", ".yml", ".yaml", ".txt")
 _START = re.compile(r"python3?\S* +(-m +)?[\"']?\S*maxtext[\w$/{}]*[./]", re.IGNORECASE)
 _ASSIGNED = re.compile(r"(?:export +)?[A-Za-z_]\w*=(?:'[^']*'|\"[^\"$`]*\"|[\w./:@%+,-]+)\s*(?:;|#.*)?$")
-_LONGEST = 60  # lines of a command
+_LONGEST = 60  # maximum lines of a command
 _LACKS = "the path of data, a tokenizer or parameters is not in the command"
 
 
 class Outcome(NamedTuple):
-    """`verdict` is "converted", "lacks a path" if that alone stops it, "refused", or "no program here"."""
+    """The result of a conversion. `verdict` is "converted", "lacks a path" (if that is the only problem), "refused", or
+    "no program here"."""
 
     verdict: str
     reasons: tuple[str, ...] = ()
@@ -41,7 +43,7 @@ class Outcome(NamedTuple):
 
 
 def outcome(command: str, version: str = "") -> Outcome:
-    """Converts one command of MaxText's `version`, "" if its keys have to tell it."""
+    """Converts one command of MaxText's `version`; if it is "", the command's keys determine the version."""
     try:
         read = parse([command])
     except UserError as error:
@@ -77,8 +79,8 @@ def _of_all(line: str) -> str:
 
 
 def commands(root: Path) -> Iterator[tuple[Path, str]]:
-    """Yields each documented command with its file, each text once per file. A command begins with the assignments of
-    plain values that precede it in its file."""
+    """Yields the file and the text of each documented command; equal texts in a file are yielded once. A text begins
+    with the file's preceding plain assignments to variables that the command uses."""
     for path in sorted(root.rglob("*")):
         if path.suffix not in ENDINGS or not path.is_file() or ".git" in path.parts:
             continue

@@ -1,14 +1,15 @@
-"""Writes small checkpoints with MaxText 0.2.5 itself, and compares logits both ways.
+"""Writes small checkpoints with MaxText 0.2.5, and compares logits in both directions.
 
     python scripts/maxtext_folders.py write OUT [NAME ...]    in an environment with MaxText on CPU
-    python scripts/maxtext_folders.py check PYTHON [NAME ...]    here; PYTHON is that of the other environment
+    python scripts/maxtext_folders.py check PYTHON [NAME ...]    here; PYTHON is the other environment's interpreter
 
-`write` trains the models of CASES for two steps with MaxText's train and its own save. OUT/NAME.zip has the run's
-folder, the keys of the model (keys.json), and tokens with the float32 logits of MaxText (expected.npz). These are
-tests/maxtext-0.2.5, which the tests load here. `check` loads each of them here and exports it for MaxText,
-which loads it by the command that `trainer.export` prints, as its training and as its decoding do. It prints the
-largest differences of the logits, and the exit code is 1 if one is above its tolerance. docs/guides/weights.md has a
-dated result.
+`write` trains each model of CASES for two steps with MaxText's training program, which also saves it. OUT/NAME.zip has
+the run's folder, the model's keys (keys.json), and tokens with MaxText's float32 logits (expected.npz). The files in
+tests/maxtext-0.2.5 were written this way, and the tests load them.
+
+`check` loads each of these files with this trainer and exports it for MaxText. MaxText then loads the export with the
+arguments that `trainer.export` prints, once as in its training and once as in its decoding. `check` prints the largest
+differences of the logits, and exits with 1 if one exceeds its tolerance. docs/guides/weights.md has a dated result.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ import numpy as np
 
 os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 FOLDERS = Path(__file__).parents[1] / "tests" / "maxtext-0.2.5"
-TOLERANCE = 1e-5  # float32 logits of up to 5; both sides sum the same products in other orders
+TOLERANCE = 1e-5  # for float32 logits of up to 5; the two sides sum the same products in different orders
 # Recurrent layers amplify rounding: 4.2e-5 on an Intel Xeon, below 1e-5 on an AMD EPYC.
 RECURRENT = dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), 2e-4)
 TINY = {
@@ -43,7 +44,7 @@ TINY = {
     "decoder_block": "llama2",
 }
 EXPERTS = {"decoder_block": "mixtral", "num_experts": 3, "num_experts_per_tok": 2, "base_moe_mlp_dim": 24}
-# By this name MaxText's block weights experts by the scores without their bias.
+# With this name, MaxText's block weights experts by their scores without the bias.
 AS_V3 = {"model_name": "deepseek3-671b", "override_model_config": True}
 DEEPSEEK = AS_V3 | {
     "normalization_layer_epsilon": 1e-6,
@@ -91,19 +92,19 @@ GEMMA2 |= {
     "attn_logits_soft_cap": 4.0,
     "final_logits_soft_cap": 8.0,
 }
-# The name sets the factor on scores; seven layers are a period and one more.
+# The name sets the scale of attention scores. Seven layers are one period of six and one more.
 GEMMA3 = GEMMA | POST_NORMS | {"model_name": "gemma3-27b", "override_model_config": True, "rope_max_timescale": 1000}
 GEMMA3 |= {"decoder_block": "gemma3", "sliding_window_size": 3, "local_rope_max_timescale": 100}
 GEMMA3 |= {"rope_linear_scaling_factor": 8.0, "base_num_decoder_layers": 7}
 QWEN2 = {"decoder_block": "qwen2", "attention_bias": True}
-# By this name norms of queries and keys are over all heads.
+# With this name, queries and keys are normalized over all heads together.
 OLMO3 = {"model_name": "olmo3-7b", "override_model_config": True, "inhomogeneous_layer_cycle_interval": 4}
 OLMO3 |= {"decoder_block": "olmo3", "sliding_window_size": 3, "base_num_decoder_layers": 4, "base_num_kv_heads": 2}
 OLMO3 |= {"use_qk_norm": True, "rope_type": "default", "rope_max_timescale": 1000, "normalization_layer_epsilon": 1e-6}
 OF_YARN = {"rope_type": "yarn", "rope_factor": 4, "original_max_position_embeddings": 16, "max_position_embeddings": 64}
-# As in its presets. YaRN is that of all layers there.
+# As in MaxText's presets. MaxText applies YaRN to all layers.
 OLMO3_LONG = OLMO3 | OF_YARN | {"rope_interleave": False, "rope_attention_scaling": True}
-# All four kinds of layers: with and without RoPE and chunks, with an MLP and with experts.
+# Layers with RoPE and chunked attention, and layers without; layers with an MLP, and layers with experts.
 LLAMA4 = {"decoder_block": "llama4", "use_qk_norm": True, "nope_layer_interval": 4, "interleave_moe_layer_step": 2}
 LLAMA4 |= {"inhomogeneous_layer_cycle_interval": 4, "base_num_decoder_layers": 4, "chunk_attn_window_size": 3}
 LLAMA4 |= {"temperature_tuning": True, "num_experts": 4, "num_experts_per_tok": 1, "shared_experts": 1}
@@ -113,28 +114,28 @@ GPT_OSS |= OF_YARN | {"rope_interleave": False, "rope_attention_scaling": True, 
 GPT_OSS |= {"base_num_decoder_layers": 4, "sliding_window_size": 3, "attention_bias": True}
 GPT_OSS |= {"mlp_activations": "[sigmoid,linear]", "mlp_activations_limit": 0.5}
 GPT_OSS |= {"inhomogeneous_layer_cycle_interval": 2}
-# Two repetitions of two recurrent layers and one with attention; value heads share key heads.
+# Twice: two recurrent layers, then one with attention. Two value heads share a key head.
 QWEN3_NEXT = {"decoder_block": "qwen3_next", "base_num_decoder_layers": 6, "inhomogeneous_layer_cycle_interval": 3}
 QWEN3_NEXT |= {"gdn_num_key_heads": 2, "gdn_num_value_heads": 4, "gdn_key_head_dim": 8, "gdn_value_head_dim": 12}
 QWEN3_NEXT |= {"gdn_chunk_size": 4, "partial_rotary_factor": 0.5, "normalization_layer_epsilon": 1e-6}
 QWEN3_NEXT |= {"num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 12, "base_mlp_dim": 12}
 QWEN3_NEXT |= {"shared_experts": 1, "norm_topk_prob": True}
-# Also two recurrent layers after the whole repetitions.
+# Two more recurrent layers follow the complete repetitions.
 QWEN3_NEXT_REST = QWEN3_NEXT | {"base_num_decoder_layers": 8}
-# As in its presets; with text alone these positions are the ordinary ones.
+# As in MaxText's presets. For text alone, mRoPE's positions equal the ordinary ones.
 QWEN3_5 = QWEN3_NEXT | {"decoder_block": "qwen3_5", "use_mrope": True, "mrope_section": [2, 1, 1]}
-# Keys that blocks have always here.
+# MaxText's keys for features that this trainer's blocks always have.
 GPT_OSS_ALWAYS = {"attention_sink": True, "routed_bias": True, "mlp_bias": True}
-# What our keys say in place of these.
+# Keys whose values differ in this trainer.
 OURS = {
-    "gemma2": {"base_num_decoder_layers": 4},  # MaxText's layers are pairs of layers
+    "gemma2": {"base_num_decoder_layers": 4},  # each of MaxText's layers is a pair of layers
     "gemma3": {"query_pre_attn_scalar": 8},  # base_emb_dim // base_num_query_heads
     "qwen3_5": {"decoder_block": "qwen3_5_moe"},
 }
 ALWAYS = {"gpt_oss": GPT_OSS_ALWAYS}
 NOT_OURS = (*AS_V3, "scan_layers", "use_mrope", "mrope_section", "gdn_chunk_size")
 SCANNED, UNSCANNED = {"scan_layers": True}, {"scan_layers": False}
-# The keys of each model, and how MaxText stores its layers.
+# The keys of each model, and whether MaxText scans its layers.
 CASES = {
     "dense": TINY | SCANNED,
     "dense_unscanned": TINY | UNSCANNED,
@@ -162,9 +163,9 @@ CASES = {
     "params": TINY | SCANNED,
     "params_unscanned": TINY | UNSCANNED,
 }
-PARAMS_ONLY = ("params", "params_unscanned")  # written by MaxText's tool for parameters alone, in bfloat16
+PARAMS_ONLY = ("params", "params_unscanned")  # written by MaxText's parameter-only tool, in bfloat16
 LOADS = ("load_parameters_path", "from_pretrained")  # how MaxText loads parameters
-# How it is computed: nothing is rounded, and no token of an expert is dropped.
+# Full float32 precision, and experts drop no tokens.
 COMPUTED = {
     "dtype": "float32",
     "weight_dtype": "float32",
@@ -190,11 +191,11 @@ RUN = {
 }
 
 
-# ---- With MaxText
+# ---- In the environment with MaxText
 
 
 def arguments(keys: dict[str, Any]) -> list[str]:
-    """Returns the arguments of one of MaxText's programs."""
+    """Returns the arguments of a MaxText program: its base.yml, COMPUTED and `keys`."""
     from maxtext.configs import pyconfig
 
     base = Path(pyconfig.__file__).parent / "base.yml"
@@ -205,7 +206,7 @@ def train(out: Path, keys: dict[str, Any]) -> Path:
     """Trains a model with MaxText, and returns the folder of its newest checkpoint."""
     from maxtext.trainers.pre_train import train as maxtext_train
 
-    # Adam's moments would take two thirds of the file; one case has them.
+    # Adam's moments would be two thirds of the file, so only one stored case has them.
     optimizer = {"opt_type": "adamw" if out.name in ("dense", *PARAMS_ONLY) else "sgd"}
     rate = {"routed_bias_update_rate": 0.1 if keys["decoder_block"] == "deepseek" else 0.0}
     maxtext_train.main(arguments(keys | RUN | rate | optimizer | {"base_output_directory": out}))
@@ -213,10 +214,10 @@ def train(out: Path, keys: dict[str, Any]) -> Path:
 
 
 def params_only(folder: Path, out: Path, keys: dict[str, Any]) -> Path:
-    """Writes the parameters of a checkpoint alone with MaxText's tool."""
+    """Writes a checkpoint's parameters with MaxText's parameter-only tool, and returns the new folder."""
     from maxtext.utils import generate_param_only_checkpoint
 
-    # The tool builds the optimizer of the run and unrolls layers if it is told to.
+    # The tool builds the run's optimizer, so it needs the type. With force_unroll it unscans the layers.
     said = {"opt_type": "adamw", "load_full_state_path": folder / "items", "base_output_directory": out}
     generate_param_only_checkpoint.main(arguments(keys | {"force_unroll": not keys["scan_layers"]} | SCANNED | said))
     return newest(out / "run")
@@ -227,10 +228,10 @@ def newest(run: Path) -> Path:
 
 
 def logits(folder: Path, keys: dict[str, Any], how: str) -> dict[str, np.ndarray]:
-    """Returns tokens and the logits of MaxText's model with the parameters in `folder`.
+    """Returns random tokens, and their logits by MaxText's model with the parameters in `folder`.
 
-    `how` MaxText loads it: load_full_state_path or load_parameters_path, as its training does, or from_pretrained, as
-    its decoding and post-training do.
+    `how` is the way in which MaxText loads the parameters: load_full_state_path or load_parameters_path, as in its
+    training, or from_pretrained, as in its decoding and post-training.
     """
     import jax.numpy as jnp
     from flax import nnx
@@ -244,7 +245,7 @@ def logits(folder: Path, keys: dict[str, Any], how: str) -> dict[str, np.ndarray
     if how == "from_pretrained":
         model = model_creation_utils.from_pretrained(config, mesh=mesh)
     else:
-        # This function first builds a model eagerly, in minutes, which only Muon's optimizer reads.
+        # _read_train_checkpoint first builds a model eagerly, which takes minutes and only Muon needs: skip that.
         build = model_creation_utils.from_config
         made = iter([lambda *args, **kwargs: None])
         with mock.patch.object(model_creation_utils, "from_config", lambda *a, **k: next(made, build)(*a, **k)):
@@ -260,7 +261,7 @@ def logits(folder: Path, keys: dict[str, Any], how: str) -> dict[str, np.ndarray
 
 
 def write(out: Path, names: list[str]) -> None:
-    """Writes the cases `names`, or all."""
+    """Writes the cases `names`, or all cases if it is empty."""
     for name, keys in CASES.items():
         if names and name not in names:
             continue
@@ -268,7 +269,7 @@ def write(out: Path, names: list[str]) -> None:
             work = Path(temporary) / name
             trained = train(work, keys | (SCANNED if name in PARAMS_ONLY else {}))
             folder = params_only(trained, Path(temporary) / "alone", keys) if name in PARAMS_ONLY else trained
-            # MaxText's training does not read what its own tool for parameters writes.
+            # MaxText's training cannot read the output of MaxText's parameter-only tool.
             how = "from_pretrained" if name in PARAMS_ONLY else "load_full_state_path"
             np.savez(work / "expected.npz", **logits(folder, keys, how))
             (work / "keys.json").write_text(json.dumps(keys))
@@ -280,11 +281,11 @@ def write(out: Path, names: list[str]) -> None:
         print(f"{name}: {(out / f'{name}.zip').stat().st_size} bytes", flush=True)
 
 
-# ---- Here
+# ---- In this trainer's environment
 
 
 def configured(keys: dict[str, Any], **more: Any) -> Any:
-    """Returns the resolved configuration for a model of MaxText's keys, and `more` of ours, in float32."""
+    """Returns the resolved float32 configuration for MaxText's `keys`, with `more` keys of this trainer."""
     from trainer.config.flags import flags_of
     from trainer.config.load import load
     from trainer.config.resolve import resolve
@@ -298,8 +299,8 @@ def configured(keys: dict[str, Any], **more: Any) -> Any:
 
 @functools.cache
 def our_model(config: Any) -> tuple[Any, Any]:
-    """Returns this trainer's model, and its program (params, rest, table, tokens) -> logits. `table` is that of the
-    head if the head is tied."""
+    """Returns this trainer's model, and a compiled function (params, rest, table, tokens) -> logits. A tied head
+    multiplies by `table`."""
     import jax
 
     from trainer.backends.registry import make_model
@@ -320,8 +321,8 @@ def our_model(config: Any) -> tuple[Any, Any]:
 def our_logits(folder: Path, keys: dict[str, Any], tokens: np.ndarray, **more: Any) -> list[np.ndarray]:
     """Returns the logits of this trainer's model with the parameters in `folder`.
 
-    If the head is tied, returns them twice: with the head's table rounded to bfloat16, as MaxText does in float32 runs,
-    too, and with the table as it is.
+    The list has one entry, or two if the head is tied. Then the first has the head's table rounded to bfloat16, as
+    MaxText rounds it even in float32 runs, and the second has the exact table.
     """
     import jax
 
@@ -341,12 +342,12 @@ def our_logits(folder: Path, keys: dict[str, Any], tokens: np.ndarray, **more: A
 
 
 def is_ours(name: str, keys: dict[str, Any]) -> bool:
-    """Returns whether the key `name` of a case may be given here."""
+    """Returns whether this trainer accepts the key `name` of a case."""
     return name not in NOT_OURS and name not in ALWAYS.get(keys["decoder_block"], {})
 
 
 def exported(folder: Path, out: Path, keys: dict[str, Any]) -> list[str]:
-    """Exports the checkpoint for MaxText, and returns the keys with which MaxText loads it."""
+    """Exports the checkpoint for MaxText, and returns the arguments (key=value) with which MaxText loads it."""
     from trainer import export
     from trainer.config.dump import to_flow
     from trainer.config.effects import no_effect_of
@@ -363,7 +364,7 @@ def exported(folder: Path, out: Path, keys: dict[str, Any]) -> list[str]:
 
 
 def check(python: str, names: list[str]) -> int:
-    """Compares logits both ways, for the cases `names`, or for all."""
+    """Compares logits in both directions, for the cases `names` or for all. Returns the exit code."""
     wrong = 0
     for path in sorted(path for path in FOLDERS.glob("*.zip") if not names or path.stem in names):
         with tempfile.TemporaryDirectory() as temporary:
@@ -389,7 +390,7 @@ def tolerance(keys: dict[str, Any]) -> float:
 
 
 def main(words: list[str]) -> int:
-    """Runs one of the commands in the description above."""
+    """Runs a command of the module's docstring. Returns the exit code."""
     match words:
         case ["write", out, *names]:
             write(Path(out), names)

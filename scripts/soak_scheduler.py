@@ -1,9 +1,10 @@
-"""Soaks the scheduler of trainer.inference: many requests of mixed lengths over few slots, some of them cut off.
+"""Stress-tests trainer.inference's scheduler: many requests of mixed lengths on few slots, some of them cancelled.
 
     python scripts/soak_scheduler.py RUN [--requests 1000] [--slots 8] [key=value ...]
 
-Every answer is compared with the one that its request gets alone. Where they differ, the two likeliest tokens at the
-first difference must be a near tie, which is shown. Also: no slot is lost, and the memory of arrays does not grow.
+Every answer is compared with the answer to the same request alone. Where the two first differ, the log-probabilities of
+their tokens must be a near tie, which the script prints. It also checks that no slot is lost, and prints the memory of
+live arrays, which should not grow.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from trainer.inference.max_engine import MaxEngine
 from trainer.inference.sampling import Sampling
 from trainer.inference.scheduler import Scheduler
 
-TIE = 1e-3  # in log-probabilities; float32 sums in another order differ by less than 1e-4 here
+TIE = 1e-3  # largest difference of log-probabilities in a tie; another order of float32 sums causes less than 1e-4
 
 
 def main() -> None:
@@ -41,7 +42,7 @@ def main() -> None:
     tokens = sum(map(len, answers.values()))
     print(f"{len(requests)} requests, {given.slots} slots: {tokens} tokens, {turns} turns, {seconds:.1f} s")
     print(f"cut off: {len(cut)}; slots free at the end: all {given.slots}")
-    print(f"live arrays after 0.1, 0.5 and 1 of the turns: {' '.join(f'{size / 1e6:.2f} MB' for size in arrays)}")
+    print(f"live arrays after 10, 50 and 100 % of the turns: {' '.join(f'{size / 1e6:.2f} MB' for size in arrays)}")
 
     equal = ties = 0
     alone = Scheduler(engine, params)
@@ -57,11 +58,11 @@ def main() -> None:
         assert apart < TIE, f"request {number} differs at token {first} by {apart:.2g}"
         ties += 1
         print(f"  request {number} differs at token {first}, a near tie: log-probabilities {apart:.1e} apart")
-    print(f"answers equal to those given alone: {equal}; different after a near tie: {ties}")
+    print(f"answers equal to those of the requests alone: {equal}; different after a near tie: {ties}")
 
 
 def request(rng, engine) -> dict:
-    """Returns a random request: half are greedy, prompts and continuations of 1 to half a row."""
+    """Returns a random request: greedy or sampled, with a prompt and a continuation of up to half a row each."""
     half = engine.config.max_target_length // 2
     prompt = rng.integers(0, engine.config.vocab_size, rng.integers(1, min(half, engine.max_prefill_length) + 1))
     sampling = Sampling(0.0) if rng.random() < 0.5 else Sampling(float(rng.uniform(0.5, 1.5)), int(rng.integers(0, 50)))
@@ -70,7 +71,12 @@ def request(rng, engine) -> dict:
 
 
 def soak(engine, params, requests, rng):
-    """Returns the (token, log-probability) pairs of each request, bytes of live arrays, turns, and cut requests."""
+    """Runs all requests, and cancels a tenth of them.
+
+    Returns:
+      Each request's (token, log-probability) pairs, the bytes of live arrays after 10, 50 and 100 % of the turns, the
+      number of turns, and the cancelled requests.
+    """
     scheduler = Scheduler(engine, params)
     numbers = [scheduler.submit(it["tokens"], **{k: v for k, v in it.items() if k != "tokens"}) for it in requests]
     assert numbers == list(range(len(requests)))
@@ -79,7 +85,7 @@ def soak(engine, params, requests, rng):
     cut, sizes, turns = set(), [], 0
     while not scheduler.idle:
         for event in scheduler.turn():
-            assert event.request not in cut, "an event of a request that was cut off"
+            assert event.request not in cut, "an event of a cancelled request"
             if event.token is not None:
                 answers[event.request].append((event.token, event.log_prob))
         for number, after in to_cut.items():
@@ -93,7 +99,7 @@ def soak(engine, params, requests, rng):
 
 
 def answer_alone(scheduler, it):
-    """Returns the (token, log-probability) pairs of a request that nothing runs next to."""
+    """Returns the (token, log-probability) pairs of a request that runs alone."""
     scheduler.submit(it["tokens"], limit=it["limit"], sampling=it["sampling"], seed=it["seed"])
     return [(event.token, event.log_prob) for event in scheduler.run() if event.token is not None]
 

@@ -2,8 +2,8 @@
 
     python scripts/sums.py FOLDER
 
-writes FOLDER/train.jsonl with 8,000 of the 10,000 pairs and FOLDER/held-out.jsonl with the others, in an order that a
-hash gives. A line is {"prompt": "83+66=", "answer": "149"}.
+writes FOLDER/train.jsonl with 8,000 of the 10,000 pairs and FOLDER/held-out.jsonl with the rest, ordered by a hash. A
+line is {"prompt": "83+66=", "answer": "149"}.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ TRAINED = 8000
 
 
 def write(folder: Path) -> None:
-    """Writes the files into `folder`, which is made."""
+    """Creates `folder` and writes the files into it."""
     prompts = [f"{a}+{b}=" for a in range(100) for b in range(100)]
     prompts.sort(key=lambda prompt: hashlib.sha256(prompt.encode()).digest())
     folder.mkdir(parents=True, exist_ok=True)
@@ -26,7 +26,7 @@ def write(folder: Path) -> None:
 
 
 def exact(completions: list[str], answer: list[str], **_: Any) -> list[float]:
-    """Returns 1 for a completion that is the answer, otherwise 0."""
+    """Returns 1 for each completion that equals its answer, otherwise 0."""
     return [float(completion == right) for completion, right in zip(completions, answer, strict=True)]
 
 

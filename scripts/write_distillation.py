@@ -2,13 +2,13 @@
 
     pip install trl==1.16.0 torch && python scripts/write_distillation.py
 
-Sequences of unequal lengths are drawn from numpy's default_rng(0) and read in order and repeatedly, four for each step
-of SGD. trl.json has the sequences as token ids, and of each run its arguments and the loss of each step: the sum of the
-divergences over the completion tokens of the batch, in nats, divided by the number of those tokens. Tokens of prompts
-bear no loss. lmbda is 0, so nothing is generated.
+Sequences of random lengths come from numpy's default_rng(0). SGD reads them in order, four per step, again and again.
+trl.json has the sequences as token ids and, for each run, its arguments and the loss of each step. The loss is the sum
+of the divergences over the batch's completion tokens, in nats, divided by the number of those tokens. Prompt tokens
+bear no loss. TRL's lmbda is 0, so nothing is generated.
 
-TRL's GKDTrainer divides logits by the temperature only when it generates. Here it passes the temperature to its
-divergence, which divides both models' logits and does not multiply the loss by the square of the temperature.
+TRL's GKDTrainer divides logits by the temperature only when it generates. The subclass in this script also passes the
+temperature to TRL's divergence, which divides both models' logits by it and does not multiply the loss by its square.
 """
 
 import json
@@ -52,7 +52,7 @@ def sequences() -> list[dict[str, list[int]]]:
 
 
 def write_teacher() -> None:
-    """Writes a model that is wider and deeper than the student."""
+    """Writes a random model that is wider and deeper than the student."""
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=64,
@@ -87,7 +87,7 @@ def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
 
 
 class InOrder(GKDTrainer):
-    """Reads sequences in their order, keeps each loss, and passes the temperature to the divergence."""
+    """Reads sequences in order, records each loss, and passes the temperature to the divergence."""
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         return torch.utils.data.SequentialSampler(self.train_dataset)
@@ -136,7 +136,7 @@ def run(arguments: dict[str, float], rate: float, folder: str) -> list[float]:
 
 
 def main() -> None:
-    """Writes both."""
+    """Writes the teacher and trl.json."""
     write_teacher()
     versions = {"trl": trl.__version__, "transformers": transformers.__version__, "torch": torch.__version__}
     found: dict[str, Any] = {"versions": versions, "batch": BATCH, "sequences": sequences(), "runs": {}}

@@ -1,13 +1,13 @@
-"""Writes tests/goldens/gguf: what llama.cpp computes from small GGUF files that this trainer writes.
+"""Writes tests/goldens/gguf: llama.cpp's results for small GGUF files that this trainer writes.
 
 python scripts/write_gguf.py python=PYTHON [cases=NAME,...] [tokenizers=true]
 
-PYTHON is the Python of an environment with cyllama (0.2.18), a wheel of llama.cpp. With `cases`, only those models are
-written, and everything else stays.
+PYTHON is the interpreter of an environment with cyllama (0.2.18), a wheel of llama.cpp. With `cases`, only the results
+of those cases are replaced.
 
-expected.npz            logits of each model of gguf_cases.MODELS with a checksum of its file, and a checksum of the
-                        tokens of each of 200 texts
-bytes.json, pieces.json the tokenizers, with tokenizers=true
+expected.npz            for each model of gguf_cases.MODELS, its logits and a checksum of its file; for each tokenizer
+                        of gguf_cases.KINDS, a checksum of the tokens of each of 200 texts
+bytes.json, pieces.json the tokenizers; written only with tokenizers=true
 """
 
 import json
@@ -37,13 +37,14 @@ from gguf_cases import (
     with_tokenizer,
 )
 
-# Reads {"file", "tokens" or "texts"}, and prints logits or tokens. Queries, keys and values are float32.
+# Reads a JSON object with "file" and either "tokens" or "texts", and prints logits or tokens. Keys and values are
+# float32, without flash attention.
 LLAMA_CPP = """
 import json, sys
 import cyllama.llama.llama_cpp as llama
 llama.disable_logging()
 asked = json.load(sys.stdin)
-class Model(llama.LlamaModel):  # cyllama 0.2.18 looks for this attribute, and has none
+class Model(llama.LlamaModel):  # cyllama 0.2.18 reads this attribute but does not define it
     n_vocab = 0
 model = Model(asked["file"], llama.LlamaModelParams())
 vocab = model.get_vocab()
@@ -64,7 +65,7 @@ else:
 
 
 def trained(pieces):
-    """Returns a tokenizer.json with merges of the sentences' most common pairs, and special tokens."""
+    """Returns the content of a tokenizer.json: BPE trained on the test texts, in SentencePiece's style or of bytes."""
     special = ["<unk>", "<s>", "</s>", "<|im_end|>"]
     made = Tokenizer(models.BPE(byte_fallback=pieces, unk_token="<unk>" if pieces else None, fuse_unk=pieces))
     if pieces:
@@ -82,7 +83,7 @@ def trained(pieces):
     spec = json.loads(made.to_str())
     spec["added_tokens"] = [token for token in spec["added_tokens"] if not token["content"].startswith("<0x")]
     if pieces:
-        # As transformers derives merges from a model of sentencepiece: all cuts of a token, best tokens first.
+        # As transformers derives merges from a SentencePiece model: all splits of a token in two, best tokens first.
         vocab, ranks = spec["model"]["vocab"], {}
         for left, right in spec["model"]["merges"]:
             ranks.setdefault(left + right, len(ranks))

@@ -2,16 +2,16 @@
 
     pip install -e ".[goldens]" && python scripts/write_goldens.py [case ...]
 
-Each case is a directory as saved by save_pretrained of transformers, with an additional file expected.npz: two batches,
+Each case is a directory written by transformers' save_pretrained, with an additional file expected.npz: two batches,
 their logits, and gradients of the mean cross entropy under transformers' names. The batch "rows" has one document per
 row, masked by transformers itself. "packed" has several documents and padding, with a mask that this script makes.
-"generated" has greedy continuations of the beginnings of those rows, by transformers' own generate, and how far the
-logit of each token was above the next.
+"generated" has greedy continuations of the first tokens of "rows", by transformers' generate, and for each new token
+the difference between the two largest logits.
 
-mtp.npz of the case `WITH_MODULE` has a module of multi-token prediction: its tensors, named as in published folders,
-and its logits for "rows", by transformers' own classes with the embeddings and hidden states of the case.
+mtp.npz of the case `WITH_MODULE` has a multi-token prediction module: its tensors, named as in published checkpoints,
+and its logits for "rows". transformers' classes compute them from the embeddings and hidden states of the case's model.
 
-mxfp4.safetensors has matrices of MXFP4, as in folders of gpt-oss, and transformers' values of them.
+mxfp4.safetensors has MXFP4 matrices as in gpt-oss checkpoints, and the values that transformers decodes.
 
 declarations.json has the types that transformers declares for the fields of each case's configuration.
 """
@@ -79,7 +79,7 @@ QWEN3_NEXT = (transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM)
 QWEN3_5 = (transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM)
 QWEN3_5_MOE = (transformers.Qwen3_5MoeTextConfig, transformers.Qwen3_5MoeForCausalLM)
 SMOLLM3 = (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM)
-# Of models with many layers, so that a golden stays below 100 kB.
+# Sizes for models with many layers, which keep each golden below 100 kB.
 SMALL = {
     "hidden_size": 16,
     "intermediate_size": 12,
@@ -106,9 +106,9 @@ OF_DELTA_EXPERTS = OF_DELTA | {"moe_intermediate_size": 6, "shared_expert_interm
 OF_DELTA_EXPERTS |= {"num_experts_per_tok": 2, "experts_implementation": "eager"}
 WITH_MODULE = "qwen3-5-moe"
 FULL, SLIDING = "full_attention", "sliding_attention"
-# Models whose positions or state are those of the whole row, so packed documents are computed one by one.
+# Models whose positions or recurrent state span the whole row, so packed documents are computed one by one.
 WHOLE_ROWS = ("llama4_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-# For the kinds of RoPE only these gradients are stored; the others equal those of the plain case.
+# The only gradients stored for variants of another case, such as other RoPE types: the others would test nothing new.
 TURNED = tuple(f"model.layers.0.self_attn.{name}_proj.weight" for name in "qk")
 EXPERTS = {
     "head_dim": 8,
@@ -159,8 +159,16 @@ OF_MISTRAL4["rope_parameters"] = {
 
 
 class Case(NamedTuple):
-    """A model, the beginnings of the names of the gradients to store; (): all; the spread of its matrices, and
-    the range of its scales and biases. A deep model with wide spreads multiplies every rounding by 100."""
+    """A model and what to store of it.
+
+    Attributes:
+      family: its configuration class and its model class.
+      config: fields of its configuration, in addition to SIZES.
+      gradients: the name prefixes of the gradients to store; () stores all.
+      spread: the standard deviation of a matrix, times the square root of its input size. A deep model with a large
+        spread amplifies rounding by 100.
+      scales: the range of its scales and biases.
+    """
 
     family: tuple[type, type]
     config: dict[str, Any]
@@ -170,12 +178,12 @@ class Case(NamedTuple):
 
 
 def some(*attention: int) -> tuple[str, ...]:
-    """Returns the beginnings of the names of the first layer, and of the queries of other layers."""
+    """Returns the name prefixes of the first layer and of the query projections of the layers `attention`."""
     return ("model.layers.0.", *(f"model.layers.{i}.self_attn.q_" for i in attention))
 
 
 def rope_case(**rope: Any) -> Case:
-    """Returns Llama with another RoPE, whose 8 wavelengths are 6.3, 19.9, 62.8, 199, ... tokens."""
+    """Returns a Llama case with RoPE parameters. Its 8 unscaled wavelengths are 6.3, 19.9, 62.8, 199, ... tokens."""
     return Case(LLAMA, {"head_dim": 16, "rope_parameters": {"rope_theta": 10000.0, **rope}}, TURNED)
 
 
@@ -183,7 +191,7 @@ CASES = {
     "llama": Case(LLAMA, {"rms_norm_eps": 1e-5}),
     "llama-tied": Case(LLAMA, {"tie_word_embeddings": True}),
     "llama-linear": rope_case(rope_type="linear", factor=4.0),
-    # With 64 tokens, there are short, mixed and long wavelengths.
+    # With an original length of 64 tokens, there are short, medium and long wavelengths.
     "llama-llama3": rope_case(
         rope_type="llama3",
         factor=8.0,
@@ -226,7 +234,7 @@ CASES = {
     ),
     "qwen2": Case(QWEN2, SMALL | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}),
     "gemma": Case(GEMMA, SMALL | {"head_dim": 12}),
-    # With these caps, scores and logits are clearly bounded.
+    # These caps are low enough to change scores and logits clearly.
     "gemma2": Case(
         GEMMA2,
         SMALL
@@ -234,7 +242,7 @@ CASES = {
         | {"attn_logit_softcapping": 4.0, "final_logit_softcapping": 8.0},
         some(1, 2),
     ),
-    # Six layers are a period, and one is left.
+    # A period of six layers, and one more layer.
     "gemma3": Case(
         GEMMA3,
         SMALL
@@ -247,7 +255,7 @@ CASES = {
         },
         some(5, 6),
         spread=0.9,
-        scales=(-0.5, 0.5),  # its norms add 1
+        scales=(-0.5, 0.5),  # Gemma's norms add 1
     ),
     "olmo2": Case(OLMO2, OF_OLMO | {"num_attention_heads": 4}),
     "olmo3": Case(
@@ -267,7 +275,7 @@ CASES = {
     ),
     "smollm3": Case(SMOLLM3, SMALL | {"num_hidden_layers": 5}, some(3, 4), spread=0.9),
     "phi3": Case(PHI3, OF_PHI | {"sliding_window": 5}),
-    # Every document with more than one token is longer than the original length, so that it has the long factors.
+    # Every document with more than one token exceeds the original length, so it uses the long factors.
     "phi4-mini": Case(
         PHI3,
         OF_PHI
@@ -323,7 +331,7 @@ CASES = {
         | {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 12, "mamba_n_heads": 1}
         | {"layer_types": ["attention"] * 2, "position_embedding_type": "rope", "tie_word_embeddings": True},
     ),
-    # Positions from 6 on have larger queries, and other ones from 12 and 18 on.
+    # Queries are scaled up from position 6 on, and further from 12 and 18 on.
     "ministral3": Case(
         MINISTRAL3,
         SMALL
@@ -336,7 +344,7 @@ CASES = {
             }
         },
     ),
-    # Positions at which queries grow, and chunks, are shorter than documents.
+    # Documents are longer than a chunk, and reach positions at which queries are scaled up.
     "llama4": Case(
         LLAMA4,
         OF_LLAMA4
@@ -357,7 +365,7 @@ CASES = {
         some(3),
         spread=0.9,
     ),
-    # With this limit, many units of the experts are clamped.
+    # This limit clamps many activations of the experts.
     "gpt-oss": Case(
         GPT_OSS,
         SMALL
@@ -371,7 +379,7 @@ CASES = {
         },
         some(1),
     ),
-    # Positions from 6 on have larger queries, and other ones from 12 and 18 on.
+    # Queries are scaled up from position 6 on, and further from 12 and 18 on.
     "mistral4": Case(
         MISTRAL4,
         OF_MISTRAL4 | {"first_k_dense_replace": 1, "n_group": 3, "topk_group": 2, "routed_scaling_factor": 2.5},
@@ -385,15 +393,15 @@ CASES = {
         | {"num_local_experts": 5, "num_experts_per_tok": 3, "experts_implementation": "eager", "intermediate_size": 6}
         | {"shared_intermediate_size": 12},
     ),
-    # One layer is left after the pairs of layers without and with experts.
+    # One pair of layers, without and with experts, and one more layer.
     "llama4-rest": Case(
         LLAMA4,
         OF_LLAMA4 | {"num_hidden_layers": 3, "no_rope_layer_interval": 2, "interleave_moe_layer_step": 2},
         some(2),
         spread=0.9,
     ),
-    # Two recurrent layers and one with attention; with the last, one recurrent layer is left after the pairs. Heads of
-    # queries and keys are shared, and differ in size from those of values.
+    # A recurrent layer and one with attention; the last case has one more recurrent layer. Two value heads share a head
+    # of queries and keys, which has another size.
     "qwen3-next": Case(QWEN3_NEXT, OF_DELTA_EXPERTS, spread=1.0, scales=(-0.6, 0.6)),
     "qwen3-5-moe": Case(QWEN3_5_MOE, OF_DELTA_EXPERTS, (*some(0), "model.norm."), spread=1.0, scales=(-0.6, 0.6)),
     "qwen3-5": Case(
@@ -433,7 +441,7 @@ def main() -> None:
 
 
 def module(model: Any, case: Case, inputs: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns the tensors of a random module, and its logits [rows, length - 1, vocabulary]."""
+    """Returns the tensors of a random multi-token prediction module, and its logits [rows, length - 1, vocabulary]."""
     from transformers.modeling_layers import MtpLayer
     from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeDecoderLayer, Qwen3_5MoeRMSNorm
 
@@ -463,7 +471,7 @@ def module(model: Any, case: Case, inputs: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def write_declarations() -> None:
-    """Writes the declared types of the fields of config.json, by model type: names joined by " | "."""
+    """Writes, for each model type, the declared types of the fields of config.json: names joined by " | "."""
     found = {}
     for config in sorted({case.family[0] for case in CASES.values()}, key=lambda it: it.model_type):
         declared = {field.name: field.type for field in dataclasses.fields(config) if field.name in config().to_dict()}
@@ -472,7 +480,7 @@ def write_declarations() -> None:
 
 
 def write_mxfp4() -> None:
-    """Writes two matrices of random codes with all scales that bfloat16 has, and their values."""
+    """Writes two matrices of random codes, with random scales over the range of bfloat16, and their values."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     generator = torch.Generator().manual_seed(0)
@@ -483,7 +491,7 @@ def write_mxfp4() -> None:
 
 
 def type_name(kind: Any) -> str:
-    """Returns the name of a type. A RoPE object is a dict, and a Literal may be anything."""
+    """Returns the name of a type: "dict" for a TypedDict such as RoPE's, and "any" for a Literal."""
     if parts := [part for part in get_args(kind) if not isinstance(part, str)]:
         if get_origin(kind) in (list, dict):
             return "dict" if get_origin(kind) is dict else f"list[{type_name(parts[0])}]"
@@ -494,8 +502,8 @@ def type_name(kind: Any) -> str:
 
 
 def random_model(case: Case, seed: int) -> torch.nn.Module:
-    """Returns a float32 model in which scores, activations and norms all matter: its weights are far from initial
-    ones."""
+    """Returns a float32 model. Its weights are far from usual initial values, so scores, activations and norms all
+    affect the results."""
     config, model = case.family
     return randomized(model(config(**SIZES | case.config, dtype=torch.float32)).eval(), case, seed)
 
@@ -510,8 +518,8 @@ def randomized(model: torch.nn.Module, case: Case, seed: int) -> torch.nn.Module
             else:
                 parameter.normal_(std=case.spread * parameter.shape[-1] ** -0.5, generator=generator)
         for name, buffer in model.named_buffers():
-            # Positive, because transformers before 5.24 gives experts of other groups the score 0, which a sum may fall
-            # below.
+            # Not negative: transformers before 5.24 sets the biased scores of experts in other groups to 0, and the
+            # biased scores of the chosen groups must not be lower.
             if name.endswith("e_score_correction_bias"):
                 buffer.uniform_(0.0, 0.5, generator=generator)
     return model
@@ -545,8 +553,8 @@ def batch_of(segment: np.ndarray, seed: int) -> dict[str, np.ndarray]:
 
 
 def generated(model, inputs: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns greedy continuations of the first PROMPT tokens of each row: int [rows, CONTINUED], and the distance of
-    the two largest logits at each new token."""
+    """Returns greedy continuations of the first PROMPT tokens of each row: int [rows, CONTINUED], and the difference
+    between the two largest logits at each new token."""
     prompt = torch.tensor(inputs[:, :PROMPT], dtype=torch.long)
     how = {"do_sample": False, "max_length": CONTINUED, "attention_mask": torch.ones_like(prompt), "pad_token_id": 0}
     out = model.generate(prompt, **how, eos_token_id=None, return_dict_in_generate=True, output_logits=True)
@@ -587,7 +595,7 @@ def computed(model, batch: dict[str, np.ndarray], masked: bool) -> tuple[np.ndar
 
 
 def by_document(model, tokens: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Returns logits [rows, length, vocab] of each document, or padding, of a packed batch by itself."""
+    """Returns logits [rows, length, vocab] of a packed batch. Each document, or padding, is computed separately."""
     rows = []
     for inputs, segment in zip(tokens["inputs"], tokens["inputs_segmentation"], strict=True):
         _, lengths = torch.unique_consecutive(segment, return_counts=True)
@@ -598,7 +606,7 @@ def by_document(model, tokens: dict[str, torch.Tensor]) -> torch.Tensor:
 
 @torch.no_grad()
 def gradients(model) -> dict[str, np.ndarray]:
-    """Returns gradients under the names of the weight file, by writing them as if they were parameters."""
+    """Returns gradients under the weight file's tensor names, by saving the model with gradients as parameters."""
     values = [parameter.detach().clone() for parameter in model.parameters()]
     for parameter in model.parameters():
         parameter.copy_(parameter.grad)
@@ -613,7 +621,7 @@ def gradients(model) -> dict[str, np.ndarray]:
 
 @torch.no_grad()
 def check_mask(model, batch: dict[str, np.ndarray], logits: np.ndarray) -> None:
-    """Checks that each packed document by itself, masked by transformers, gives the same logits."""
+    """Checks that each packed document has the same logits when transformers computes it alone, with its own mask."""
     for tokens, segment, row in zip(batch["inputs"], batch["inputs_segmentation"], logits, strict=True):
         for number in set(segment) - {0}:
             here = segment == number

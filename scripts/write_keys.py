@@ -1,4 +1,4 @@
-"""Writes src/trainer/config/keys.pyi: the types of all keys, from base.yml. mypy reads it, and nothing imports it.
+"""Writes src/trainer/config/keys.pyi: the types of all keys, from base.yml. Only mypy reads the file.
 
 python scripts/write_keys.py
 """
@@ -30,7 +30,7 @@ class Config(Mapping[str, Any]):
 
 
 def stub(schema: Schema) -> str:
-    """Returns the content of the file."""
+    """Returns the content of keys.pyi."""
     return _HEAD + "".join(f"    {key.name}: {_type(key)}\n" for key in sorted(schema.keys.values(), key=_name))
 
 
@@ -40,7 +40,7 @@ def _name(key: Key) -> str:
 
 def _type(key: Key) -> str:
     if key.kind is list:
-        # A frozen configuration has tuples.
+        # A frozen configuration stores lists as tuples.
         kind = "tuple[Any, ...]" if key.item in (None, object) else f"tuple[{key.item.__name__}, ...]"
     else:
         kind = "Mapping[str, Any]" if key.kind is dict else key.kind.__name__

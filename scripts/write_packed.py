@@ -2,9 +2,9 @@
 
     pip install -e ".[goldens]" && python scripts/write_packed.py [--autogptq DIR] [--autoawq DIR]
 
-Each file has the tensors of one module `m`, the float matrix `values`, and the quantization_config of its folder as
-metadata. compressed-tensors writes and reads most of them. AutoGPTQ and AutoAWQ no longer install with today's torch;
-with checkouts of them (0.8.0.dev0 and 0.2.9), their own modules of layers write theirs.
+Each file has the tensors of one module `m`, the float matrix `values` and, as metadata, the quantization_config of a
+model's config.json. compressed-tensors writes and reads most of them. AutoGPTQ and AutoAWQ no longer install with
+current torch, so the script loads their layer modules from checkouts of them (0.8.0.dev0 and 0.2.9).
 """
 
 import argparse
@@ -107,7 +107,7 @@ def write_compressed(name: str) -> None:
 
 
 def module_in(path: Path, name: str) -> Any:
-    """Returns a module of a checkout without running the __init__ of its package."""
+    """Imports a module from a checkout without running its package's __init__."""
     package = name.split(".", maxsplit=1)[0]
     sys.modules[package] = types.ModuleType(package)
     sys.modules[package].__path__ = [str(path / package)]
@@ -118,8 +118,8 @@ def module_in(path: Path, name: str) -> Any:
 
 
 def write_gptq(checkout: Path, bits: int, size: int, ordered: bool, dtype: torch.dtype) -> None:
-    """Writes a case as AutoGPTQ packs it; an identity goes through its forward pass. With `ordered`, inputs are in
-    groups by a random order, as desc_act makes them."""
+    """Writes a case as AutoGPTQ packs it; the values are its forward pass of the identity. With `ordered`, inputs are
+    assigned to groups in random order, as with desc_act."""
     kind = module_in(checkout, "auto_gptq.nn_modules.qlinear.qlinear_cuda").QuantLinear
     out, into = 32, 32
     layer = kind(bits, size, into, out, bias=False, weight_dtype=dtype)

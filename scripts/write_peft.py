@@ -1,12 +1,12 @@
-"""Writes tests/peft: adapters that peft wrote for the models of tests/goldens, with what they compute.
+"""Writes tests/peft: adapters that peft writes for the models of tests/goldens, with their logits.
 
     pip install -e ".[goldens]" && python scripts/write_peft.py [check FOLDER]
 
-Each case is a folder as PeftModel.save_pretrained writes it, and expected.npz with the logits of the golden's batch
-"rows". `steps` has the losses of 20 steps of training, and its adapters before and after (`train`).
+Each case is a folder written by PeftModel.save_pretrained, with an additional file expected.npz: the logits for the
+golden's batch "rows". The folder `steps` has an adapter before and after 20 training steps, and the losses (`train`).
 
-With `check`, each folder FOLDER/CASE, written by trainer.weights.write_peft, is loaded by peft onto the case's
-base, and its logits are compared with the expected ones.
+With `check`, peft loads each folder FOLDER/CASE, written by trainer.weights.write_peft, onto the case's base, and the
+script compares the logits with the expected ones.
 """
 
 import json
@@ -59,7 +59,7 @@ CASES = {
     "deepseek-v3": Case("deepseek-v3", {"target_modules": "all-linear"}),
     "phi3": Case("phi3", {"target_modules": ["qkv_proj", "o_proj", "gate_up_proj"]}),
 }
-# As transformers 4 names them: a module for each matrix of each expert.
+# The base of the case with transformers 4's names, which have a module for each matrix of each expert.
 OF_4 = "qwen3-moe"
 
 
@@ -94,7 +94,7 @@ def version() -> str:
 
 
 def base(name: str) -> Any:
-    """Returns the model of a golden. Its path is not written into the files of adapters."""
+    """Returns the model of a golden, under a relative path: peft writes the path into an adapter's files."""
     options = {"dtype": torch.float32, "attn_implementation": "eager", "experts_implementation": "eager"}
     model = transformers.AutoModelForCausalLM.from_pretrained(GOLDENS / name, **options).eval()
     model.config._name_or_path = model.name_or_path = f"tests/goldens/{name}"
@@ -102,7 +102,7 @@ def base(name: str) -> Any:
 
 
 def adapted(case: Case, seed: int) -> Any:
-    """Returns a base with adapters, whose halves are both far from zero."""
+    """Returns a base with adapters; both lora_A and lora_B are far from zero."""
     torch.manual_seed(seed)
     model = get_peft_model(base(case.base), LoraConfig(task_type="CAUSAL_LM", **{"r": 2} | case.lora))
     with torch.no_grad():
@@ -115,7 +115,7 @@ def adapted(case: Case, seed: int) -> Any:
 
 
 def write_of_4(folder: Path) -> None:
-    """Writes an adapter with the names of transformers 4, random; peft reads it, and computes what is expected."""
+    """Writes a random adapter with transformers 4's names, and the logits that peft computes with it."""
     generator = torch.Generator().manual_seed(100)
     rank, experts, layers = 2, 6, 2
     sizes = {"gate_proj": (32, 16), "up_proj": (32, 16), "down_proj": (16, 32)}
@@ -149,8 +149,8 @@ def write_expected(folder: Path, model: Any, name: str) -> None:
 
 
 def train(folder: Path) -> None:
-    """Trains an adapter with torch's SGD and AdamW, and writes it before and after. Batches are random tokens of
-    numpy's default_rng(0), in turn; each step predicts all tokens of a row from those before."""
+    """Trains an adapter with torch's SGD and, separately, AdamW, and writes it before and after. The batches, random
+    tokens from numpy's default_rng(0), are used in turn. Each step predicts every next token of a row."""
     tokens = torch.tensor(np.random.default_rng(0).integers(0, 64, (BATCHES, ROWS, LENGTH + 1)))
     ways = {
         "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
@@ -182,7 +182,7 @@ def train(folder: Path) -> None:
 
 
 def check(written: Path) -> None:
-    """Compares logits of peft with the adapters of the folders in `written` with the expected ones."""
+    """Loads the adapters in `written` with peft, and compares their logits with the expected ones."""
     for name in [*CASES, OF_4]:
         golden = CASES[name].base if name in CASES else OF_4
         with warnings.catch_warnings(record=True) as said:

@@ -2,10 +2,12 @@
 
     pip install trl==1.16.0 torch && python scripts/write_preferences.py
 
-Pairs of unequal lengths are drawn from numpy's default_rng(0), four for each step of SGD. The file has the pairs as
-token ids, and of each run its arguments and, of each step, the loss and the rewards. Each pair is a microbatch, because
-TRL's ORPO weights the likelihoods of a batch by their tokens, and its loss_type=sigmoid ignores label_smoothing: aot,
-which sorts the pairs of a batch, is the smoothed loss of DPO for a batch of one pair.
+Pairs of random lengths come from numpy's default_rng(0). SGD reads them in order, four per step, again and again. The
+file has the pairs as token ids and, for each run, its arguments and the loss and rewards of each step.
+
+Each pair is a microbatch, for two reasons. TRL's ORPO weights the likelihoods in a batch by their tokens. And TRL's DPO
+ignores label_smoothing with loss_type=sigmoid, so the smoothed run uses loss_type=aot: it sorts the pairs of a batch,
+and for a batch of one pair it is DPO's smoothed loss.
 """
 
 import json
@@ -35,7 +37,7 @@ REWARDS = ("chosen", "rejected", "margins", "accuracies")
 
 
 def pairs() -> list[dict[str, list[int]]]:
-    """Returns STEPS x PAIRS pairs: a prompt and two answers of 1 to 12 tokens each, which end with EOS."""
+    """Returns 8 x PAIRS pairs: a prompt of 1 to 11 tokens, and two answers of 2 to 12 tokens, which end with EOS."""
     rng = np.random.default_rng(0)
 
     def some() -> list[int]:
@@ -52,7 +54,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 class InOrder:
-    """What both trainers do otherwise: pairs in their order, and every value is kept as it is."""
+    """Changes in both trainers: pairs are read in order, and each loss is recorded."""
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         return torch.utils.data.SequentialSampler(self.train_dataset)  # type: ignore[attr-defined]
@@ -80,7 +82,7 @@ class Orpo(InOrder, ORPOTrainer):
 
 
 def run(algo: str, arguments: dict[str, Any], rate: float, folder: str) -> dict[str, list[float]]:
-    """Returns loss and rewards of each step."""
+    """Returns the loss and the rewards of each step."""
     every = (pairs() * STEPS)[: STEPS * PAIRS]
     texts = [{name: "".join(f" <{i}>" for i in ids) for name, ids in pair.items()} for pair in every]
     model = LlamaForCausalLM.from_pretrained(MODEL)
@@ -116,7 +118,7 @@ def run(algo: str, arguments: dict[str, Any], rate: float, folder: str) -> dict[
 
 
 def main() -> None:
-    """Writes the file."""
+    """Writes trl.json."""
     versions = {"trl": trl.__version__, "transformers": transformers.__version__, "torch": torch.__version__}
     found: dict[str, Any] = {"versions": versions, "pairs": pairs(), "runs": {}}
     for name, (algo, arguments, rate) in RUNS.items():

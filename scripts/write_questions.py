@@ -1,12 +1,12 @@
-"""Writes questions on Python's standard library and their answers, as JSON lines for docs/guides/sft.md, and pairs of
-answers for docs/guides/preferences.md.
+"""Writes questions about Python's standard library with their answers, as JSON lines for docs/guides/sft.md, and
+pairs of answers for docs/guides/preferences.md.
 
     python scripts/write_questions.py FILE [PAIRS]
 
-A line is {"prompt": "What is OrderedDict?", "completion": "OrderedDict is a class of collections."}, for each public
-function and class at the top of a module, in an order that a hash gives. Nothing is imported: the source is parsed. A
-line of PAIRS is {"prompt": ..., "chosen": ..., "rejected": ...}: the rejected answer calls a class a function, or the
-reverse.
+A line of FILE is {"prompt": "What is OrderedDict?", "completion": "OrderedDict is a class of collections."}. There is
+one for each public top-level function and class whose name is defined once, ordered by a hash. The source is parsed,
+not imported. A line of PAIRS is {"prompt": ..., "chosen": ..., "rejected": ...}: the rejected answer calls a class a
+function, or the reverse.
 """
 
 import ast
@@ -30,7 +30,7 @@ def questions(folder: Path) -> list[dict[str, str]]:
             part.startswith("_") or part in ("site-packages", "test", "tests", "idle_test") for part in module.parts
         ):
             continue
-        with warnings.catch_warnings():  # of an old escape in someone's string
+        with warnings.catch_warnings():  # about invalid escapes in strings
             warnings.simplefilter("ignore")
             try:
                 tree = ast.parse(path.read_bytes())
@@ -45,7 +45,7 @@ def questions(folder: Path) -> list[dict[str, str]]:
 
 
 def pair(line: dict[str, str]) -> dict[str, str]:
-    """Returns a question with its answer, and with one that has the wrong kind."""
+    """Returns a question with its answer, and with an answer that names the wrong kind."""
     right = line["completion"]
     wrong = right.replace(" is a class of ", " is a function of ")
     if wrong == right:
@@ -54,7 +54,7 @@ def pair(line: dict[str, str]) -> dict[str, str]:
 
 
 def write(file: str, lines: list[dict[str, str]], what: str) -> None:
-    """Writes `lines` of JSON."""
+    """Writes `lines` as JSON lines, and prints their number."""
     Path(file).write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
     print(f"{len(lines):,} {what} in {file}")
 

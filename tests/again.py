@@ -1,9 +1,10 @@
-"""Runs and engines of a file of tests that have equal programs share them, as the calls of one `jax.jit` do.
+"""Lets the runs and engines of one test file share equal programs, just as calls of one `jax.jit` share them.
 
-Half of a command's CPU time in a test is tracing and lowering a step, a first state, an evaluation and the programs
-that generate. A file of tests which runs one model again and again, to resume it, to read it or to refuse a key, asks
-for this by `pytestmark = pytest.mark.usefixtures("equal_programs")`. Not for a file whose tests replace code that
-programs are made of. What is kept are functions: each run has its own state, files and compiled step.
+Half of a command's CPU time in a test goes into tracing and lowering a training step, an initial state, an evaluation
+and the generation programs. A test file that runs one model again and again, to resume it, read it or refuse a key,
+turns on sharing with `pytestmark = pytest.mark.usefixtures("equal_programs")`. Do not use it in a file whose tests
+replace code that is traced into programs. Only functions are shared: each run has its own state, files and compiled
+step.
 """
 
 import contextlib
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-# Keys that name a run, its data and its length, and say what it writes. No program is made of them.
+# Keys that name a run, its data, its length or its output. They do not affect any program.
 OF_A_RUN = {
     *("run_name", "base_output_directory", "steps", "num_batches", "prompt", "enable_tensorboard", "metrics_file"),
     *("enable_checkpointing", "checkpoint_period", "save_checkpoint_on_start", "max_num_checkpoints_to_keep"),
@@ -22,14 +23,14 @@ OF_A_RUN = {
     *("grain_file_type", "grain_train_files", "grain_eval_files", "held_out_share", "data_pipeline"),
     *("reward_functions", "reward_num_workers", "reward_worker_timeout_seconds"),
 }
-# What an engine gives its programs as arguments.
+# Values that an engine passes to its programs as arguments.
 OF_A_REQUEST = {f"decode_sampling_{name}" for name in ("strategy", "top_k", "nucleus_p", "seed", "temperature")}
 
 
 @contextlib.contextmanager
 def sharing_programs() -> Iterator[dict[Any, Any]]:
-    """Gives each run of `training.build`, and each engine, that is made within the functions of the first with equal
-    keys, but for OF_A_RUN. Yields what is kept: a test that replaces code clears it before and after."""
+    """Within this context, `training.build` and `Engine` reuse the functions of the first run or engine whose keys are
+    equal, ignoring OF_A_RUN. Yields the cache: a test that replaces code clears it before and after."""
     from trainer.config.resolve import resolve
     from trainer.inference.engine import Engine
     from trainer.sharding import hardware
@@ -61,7 +62,8 @@ def sharing_programs() -> Iterator[dict[Any, Any]]:
 
 
 def _program(config: Mapping[str, Any], more: Set[str] = frozenset()) -> tuple[tuple[str, str], ...]:
-    """Returns the keys that programs are made of: without `more`. The last step of DiLoCo synchronizes the islands."""
+    """Returns the keys that affect programs, without those in `more`. `steps` counts with DiLoCo, whose last step
+    synchronizes the islands."""
     own = more | (OF_A_RUN - {"steps"} if config["enable_diloco"] else OF_A_RUN)
     return tuple((name, str(value)) for name, value in config.items() if name not in own)
 

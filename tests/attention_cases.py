@@ -39,8 +39,8 @@ def inputs(
 
 
 def value_and_grads(op: Callable[..., jax.Array], args: tuple, **how: Any) -> dict[str, np.ndarray]:
-    """Returns the op's result and the gradients of a weighted sum of it, in float32, those of `how["sinks"]` included.
-    Padding has no weight and is set to 0."""
+    """Returns the op's result and the gradients of a weighted sum of it, in float32. With `how["sinks"]`, it includes
+    the gradient of the sinks. Padding has no weight and is set to 0."""
     query, key, value, mask = args
     sinks = how.pop("sinks", None)
     shape = (*query.shape[:3], value.shape[3])

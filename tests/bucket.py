@@ -1,8 +1,8 @@
-"""A stand-in for gs://: answers the requests of etils, Orbax and the trainer to a bucket from a local folder.
+"""A stand-in for gs://: serves the bucket requests of etils, Orbax and the trainer from a local folder.
 
-Everything below etils' table of backends and Orbax's specification for TensorStore is replaced. Everything above is the
-same as for a real bucket: Orbax commits with a last file, and paths are not pathlib.Path. Like a bucket, it has no
-empty folders and refuses to rename a folder.
+It replaces everything below etils' table of backends and Orbax's TensorStore specification. Everything above behaves as
+with a real bucket: Orbax commits a checkpoint by writing a final file, and paths are not pathlib.Path. Like a bucket,
+it has no empty folders and refuses to rename a folder.
 """
 
 import io
@@ -16,7 +16,7 @@ from orbax.checkpoint._src.path import gcs_utils
 
 
 class Object(io.FileIO):
-    """A file that is written. Like an object in a bucket, it is there when it is complete."""
+    """A file open for writing. Like an object in a bucket, it appears only when it is complete."""
 
     def __init__(self, path: str):
         self._path = path
@@ -86,7 +86,7 @@ def bucket(tmp_path, monkeypatch):
     (root / "bucket").mkdir(parents=True)
 
     def where(path):
-        # TensorStore's driver for files recognizes a folder by the slash; its driver for buckets takes both as a
+        # TensorStore's file driver recognizes a folder by the trailing slash; its bucket driver treats both forms as a
         # prefix.
         return f"{root}/{path.removeprefix('gs://')}" + ("" if path.endswith("_sharding") else "/")
 

@@ -1,8 +1,8 @@
-"""Makes the suite test its own checkout, not an installed package, in its own process and in all processes it starts.
+"""Makes the suite, and every process that it starts, test this checkout and not an installed package.
 
-Loaded as a plugin before anything imports the package, it puts the checkout's src first on the path of this process
+This plugin is loaded before anything imports the package. It puts the checkout's src first on the path of this process
 and, through the environment, of every other process. A test that starts a process with other environment variables must
-begin with `os.environ`; otherwise it fails here.
+build them from `os.environ`; otherwise it fails here.
 """
 
 import os

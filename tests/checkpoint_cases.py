@@ -31,7 +31,7 @@ ROPES = {
     "yarn": {"rope_type": "yarn", "rope_factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16.0},
     "yarn_scaled": {"rope_type": "yarn", "rope_truncate": False, "rope_attention_scaling": True},
 }
-MODEL_TYPES = {"llama2": "llama"}  # for other families, the name of the block
+MODEL_TYPES = {"llama2": "llama"}  # other families: the name of the block
 SUFFIX = {
     "pre_self_attention_layer_norm/scale": "input_layernorm.weight",
     "self_attention/query/kernel": "self_attn.q_proj.weight",
@@ -57,12 +57,12 @@ SUFFIX_OF_EXPERT = {
 }
 
 
-# Modules of Phi 3 that merge others, one after the other.
+# Phi 3's merged modules, each a concatenation of these modules.
 MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
 def words(**keys: Any) -> list[str]:
-    """Returns keys of a tiny model as words of a command line."""
+    """Returns the keys of a tiny model as command-line words."""
     return [f"{key}={value}" for key, value in (MODEL | keys).items()]
 
 
@@ -84,19 +84,19 @@ def shapes_of(config: Any) -> dict[str, tuple[int, ...]]:
 
 
 def random_params(config: Any, dtype: Any = np.float32, seed: int = 0) -> dict[str, np.ndarray]:
-    """Returns parameters by canonical name. RoPE rotates a head's entries as halves."""
+    """Returns parameters by canonical name, for RoPE that pairs the two halves of a head."""
     rng = np.random.default_rng(seed)
     return {name: rng.normal(size=shape).astype(dtype) for name, shape in shapes_of(config).items()}
 
 
 def in_pairs(params: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns the same model, such that RoPE rotates a head's entries as adjacent pairs."""
+    """Returns the same model with a head's entries reordered, for RoPE that pairs adjacent entries."""
     rotated = ("query/kernel", "key/kernel", "query_norm/scale", "key_norm/scale")
     return {name: pairs(value) if name.endswith(rotated) else value for name, value in params.items()}
 
 
 def pairs(x: np.ndarray) -> np.ndarray:
-    """Reorders halves as adjacent pairs, entry by entry."""
+    """Reorders halves into adjacent pairs, entry by entry."""
     out, half = np.empty_like(x), x.shape[-1] // 2
     for i in range(half):
         out[..., 2 * i], out[..., 2 * i + 1] = x[..., i], x[..., half + i]
@@ -193,7 +193,7 @@ def write_hf(folder: Path, config: Any, tensors: dict[str, np.ndarray], *, shard
 
 
 def maxtext_params(config: Any, params: dict[str, np.ndarray], *, scanned: bool) -> dict[str, np.ndarray]:
-    """Returns names and values of `params` as MaxText stores them. RoPE rotates their heads as halves."""
+    """Returns `params` with MaxText's names and layouts, for RoPE that pairs the two halves of a head."""
     if config.rope_type != "default":
         params = in_pairs(params)
     stored = {}
@@ -231,7 +231,8 @@ def maxtext_run(
       stored: see `maxtext_params`.
       nnx: writes it like MaxText's NNX model. A full state then also has random-number state; a parameter-only
         checkpoint has its parameters at the root.
-      full: includes the optimizer state; otherwise like MaxText's tool for parameters only: step 0, without `scan`.
+      full: includes the optimizer state. Otherwise, writes it like MaxText's parameter-only tool: step 0,
+        without `scan`.
       more: further items of each checkpoint, such as the position in the data.
     """
     import jax

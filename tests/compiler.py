@@ -1,7 +1,7 @@
-"""Compiler options of the suite: compile quickly.
+"""Compiler options of the suite, chosen for short compile times.
 
-At the lowest optimization level, in one piece and, where XLA still has it, with the older code generation for fusions,
-a program compiles in less than a third of the time. This changes little above code generation: it does not change the
+A program compiles in less than a third of the time at the lowest optimization level, in one piece and, where XLA still
+has it, with the older code generation for fusions. This changes little above code generation. It does not change the
 HLO that JAX writes, and therefore not whether two programs are equal. The README's commands run with XLA's defaults.
 """
 
@@ -15,27 +15,27 @@ from typing import Any
 import pytest
 
 _LEVEL = "--xla_backend_optimization_level=0"
-# jaxlib 0.10 still has the older code generation for fusions. XLA ends the process at a flag that it does not know.
+# jaxlib 0.10 still has the older code generation for fusions. XLA aborts the process if it does not know a flag.
 _HAS_OLDER = metadata.version("jaxlib").startswith("0.10.")
 _CPU = f"{'--xla_cpu_use_fusion_emitters=false ' if _HAS_OLDER else ''}--xla_cpu_parallel_codegen_split_count=1"
-# Simulated devices wait for each other in a collective. On a busy machine they wait longer than XLA's 40 seconds, after
-# which it would abort the process.
+# Simulated devices wait for each other in a collective. On a busy machine this can exceed XLA's limit of 40 seconds, at
+# which it aborts the process.
 _CPU += " --xla_cpu_collective_call_terminate_timeout_seconds=200"
-# All of them as XLA_FLAGS, for a process with any number of devices.
+# All these options as XLA_FLAGS, for a process with any number of devices.
 QUICKLY = f"{_LEVEL} {_CPU}"
 
-# As XLA_FLAGS of a process that compares bits of programs with different texts; see EXACT.
+# XLA_FLAGS for a process that compares bits of programs with different texts; see EXACT.
 QUICKLY_EXACT = f"{_LEVEL} --xla_cpu_parallel_codegen_split_count=1"
 
-# Flags of whoever starts the suite, such as --xla_cpu_max_isa=AVX2: programs round differently on other processors.
+# The caller's XLA_FLAGS that are kept, such as --xla_cpu_max_isa=AVX2: programs round differently on other processors.
 _GIVEN = " ".join(flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag.startswith("--xla_cpu_max_isa"))
 
 # Options of `compile` for tests that compare bits of programs with different texts, or XLA's counts. The older code
-# generation rounds equal math differently in different fusions, and first expands a scatter to a loop.
+# generation rounds equal math differently in different fusions, and it first expands a scatter to a loop.
 EXACT = {"xla_cpu_use_fusion_emitters": True} if _HAS_OLDER else {}
 
-# Options of `compile` with which a TPU's program compiles sooner. The option of later versions, optimization_level=O1,
-# writes programs that all-gather in float32 and take more memory than a user's.
+# Options of `compile` that make TPU programs compile faster. Later versions have optimization_level=O1 instead, but its
+# programs all-gather in float32 and use more memory than a user's.
 TPU_QUICKLY = {"exec_time_optimization_effort": -1.0} if _HAS_OLDER else {}
 
 # A tiny model and a topology, with kernels for TPUs.
@@ -55,13 +55,13 @@ needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="there is no libtpu but for Linux on x86-64"
 )
 
-# What is called with each program, an MLIR module, that XLA compiles or the compilation cache may have.
+# Called with each program (an MLIR module) that XLA compiles or that may come from the compilation cache.
 OBSERVERS: list[Callable[[Any], None]] = []
 
 
 @contextlib.contextmanager
 def exact() -> Iterator[None]:
-    """Compiles with EXACT everything that is compiled ahead of its first call inside, such as a command's training
+    """Compiles with EXACT everything inside that is compiled ahead of its first call, such as a command's training
     step."""
     import jax
 
@@ -77,7 +77,8 @@ def exact() -> Iterator[None]:
 
 @contextlib.contextmanager
 def unoptimized() -> Iterator[None]:
-    """Compiles without optimizations inside. Equal math then has equal bits, and it compiles sooner than with EXACT."""
+    """Compiles everything inside without optimizations. Equal math then has equal bits, and compiling is faster than
+    with EXACT."""
     import jax
 
     jax.config.update("jax_disable_most_optimizations", True)
@@ -88,8 +89,8 @@ def unoptimized() -> Iterator[None]:
 
 
 def start_xla(devices: int) -> None:
-    """Starts XLA in this process. XLA reads its flags only once. libtpu reads the variable when a test loads it, and
-    would end the process at a flag that it does not know."""
+    """Starts XLA in this process. XLA reads its flags only once; the variable is then reset because libtpu reads it
+    when a test loads it, and aborts the process if it does not know a flag."""
     import jax
 
     _compile_anew_for_several_devices()
@@ -101,8 +102,9 @@ def start_xla(devices: int) -> None:
 
 
 def _compile_anew_for_several_devices() -> None:
-    """Keeps programs of several devices out of JAX's compilation cache: see `trainer.runtime.programs`, which disables
-    the cache of a whole process. Here most programs have one device. Shows all programs to the observers."""
+    """Keeps programs for several devices out of JAX's compilation cache, for the reason given in
+    `trainer.runtime.programs`. That module disables the cache for a whole process, but most of the suite's programs
+    have one device. Also passes every program to OBSERVERS."""
     from jax._src import compiler
 
     cached = compiler.compile_or_get_cached

@@ -1,4 +1,4 @@
-"""Configurations from command lines: files, notes and errors."""
+"""Configurations from command lines, with their files, notes and errors."""
 
 import pytest
 import yaml
@@ -40,5 +40,5 @@ def their_base(**changes) -> str:
     values |= {"hardware": "tpu", "rope_factor": 40, "compile_topology_num_slices": -1, "kv_proj": "remat"}
     values |= {"mesh_axes": ["a", "b"], "logical_axis_rules": [["nobody_knows", ["model"]]]}
     values |= dict.fromkeys(set(verdicts.table()["empty"]) & values.keys() - {"remat_policy"})  # as in e591f30
-    values |= {"data_sharding": [["a"]]}  # not in any version that had scan_layers=false
+    values |= {"data_sharding": [["a"]]}  # not in any MaxText version that had scan_layers=false
     return yaml.safe_dump(values | changes, sort_keys=False)

@@ -1,4 +1,4 @@
-"""A console after its banner, and rows for it: shared by the tests of its lines and of its terminal."""
+"""A console that has printed its banner, and rows for it, for the tests of its lines and of its terminal."""
 
 import io
 from pathlib import Path
@@ -39,7 +39,7 @@ def config(*words, devices=1, platform="cpu"):
 
 
 def begun(stream, *words, is_terminal=False, devices=1, **changes):
-    """Returns a console after its banner."""
+    """Returns a console that has printed its banner."""
     console = Console(stream, is_terminal)
     facts = {
         "device_kind": "cpu",

@@ -22,7 +22,7 @@ from trainer.weights.gguf.tensors import stored_tensors
 GOLDENS = Path(__file__).parent / "goldens"
 FOLDER = GOLDENS / "gguf"
 EXPECTED = FOLDER / "expected.npz"
-# Changes of a golden's config.json to what llama.cpp can represent.
+# Changes to a golden's config.json, so that llama.cpp can represent the model.
 _ROPE = {"full_attention": {"factor": 8.0, "rope_theta": 1000.0, "rope_type": "linear"}}
 _LLAMA4 = {"attention_chunk_size": 8192, "attn_scale": 0.1, "floor_scale": 8192}
 MODELS = {
@@ -50,15 +50,15 @@ MODELS = {
     | {"no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0], "layer_types": None, "use_qk_norm": True},
     "gpt-oss": {"swiglu_limit": 7.0},
     "ministral3": {"sliding_window": None},
-    # llama.cpp chooses factors by the length of the context, here 256.
+    # llama.cpp chooses factors by the context length, here 256.
     "phi3-short": {"max_position_embeddings": 512, "original_max_position_embeddings": 256},
     "deepseek-v2": {"n_group": 1, "topk_group": 1, "topk_method": "greedy"},
     "deepseek-v2-lite": {"num_hidden_layers": 27},
 }
 _LAST_OF_GLM = "model.layers.1."
-# Keys that llama.cpp's function has in place of the file's.
+# Keys that llama.cpp's function sets differently from the file.
 OTHERWISE = {"gpt-oss": {"rope_truncate": True}, "glm4-moe-lite": {"decoder_block": "deepseek"}}
-# One name for each way to split a text into words; a tokenizer of sentencepiece, and one without a space before texts.
+# One name for each way to split text into words, a sentencepiece tokenizer, and one that adds no space before a text.
 KINDS = [name for i, (name, words) in enumerate(WORDS.items()) if words not in [*WORDS.values()][:i]]
 OF_PIECES = (PIECES, f"{PIECES} without a space")
 KINDS += OF_PIECES
@@ -90,7 +90,7 @@ _BETWEEN = (
 
 
 def texts():
-    """Returns 200 texts: parts of the sentences, with other characters between them."""
+    """Returns 200 texts: excerpts of the sentences joined by other characters."""
     draw = random.Random(0)
     found = []
     for i in range(200):
@@ -104,19 +104,19 @@ def texts():
 
 
 def model_folder(case, folder, **changes):
-    """Writes the folder of Hugging Face of a model."""
+    """Writes a model's Hugging Face folder."""
     shutil.copytree(GOLDENS / case, folder)
     data = json.loads((folder / "config.json").read_text()) | MODELS.get(case, {}) | changes
     if (original := MODELS.get(case, {}).get("original_max_position_embeddings")) is not None:
         data["rope_parameters"]["original_max_position_embeddings"] = original
-    if case == "glm4-moe-air":  # with a module of multi-token prediction, whose block is the last one
+    if case == "glm4-moe-air":  # adds a module of multi-token prediction, whose block comes last
         tensors, draw = load_file(folder / "model.safetensors"), np.random.RandomState(1)
         again = {name.replace(".1.", ".2.", 1): it for name, it in tensors.items() if name.startswith(_LAST_OF_GLM)}
         shapes = {"enorm": [16], "hnorm": [16], "eh_proj": [16, 32], "shared_head.norm": [16]}
         for name, shape in shapes.items():
             again[f"model.layers.2.{name}.weight"] = draw.rand(*shape).astype(np.float32)
         save_file(tensors | again, folder / "model.safetensors")
-    if case == "deepseek-v2-lite":  # llama.cpp knows those with 26 and 27 layers; each after the first is the second
+    if case == "deepseek-v2-lite":  # llama.cpp knows 26 and 27 layers; the second layer is repeated
         tensors = load_file(folder / "model.safetensors")
         again = {name: tensor for name, tensor in tensors.items() if name.startswith("model.layers.1.")}
         for i in range(2, data["num_hidden_layers"]):
@@ -140,7 +140,7 @@ def tokenizer_spec(kind):
         return spec | {"normalizer": {"type": "Sequence", "normalizers": [*prefix, replace]}, "pre_tokenizer": None}
     words = WORDS[kind]
     spec["model"]["ignore_merges"] = words.whole
-    if kind == "deepseek-llm":  # whose words have one digit
+    if kind == "deepseek-llm":  # its words have at most one digit
         pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in spec["model"]["merges"])
         joined = [(pair, ByteLevel().decode([pair[0] + pair[1]])) for pair in pairs]
         spec["model"]["merges"] = [
@@ -150,7 +150,7 @@ def tokenizer_spec(kind):
 
 
 def tokenizer_folder(kind, folder):
-    """Writes a tokenizer of this kind into `folder`, and returns the number of its tokens."""
+    """Writes a tokenizer of this kind into `folder`, and returns its number of tokens."""
     spec = tokenizer_spec(kind)
     (folder / JSON_FILE).write_text(json.dumps(spec))
     names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
@@ -159,7 +159,7 @@ def tokenizer_folder(kind, folder):
 
 
 def with_tokenizer(kind, folder):
-    """Writes the folder of a model with a tokenizer of this kind."""
+    """Writes a model folder with a tokenizer of this kind."""
     model_folder("llama", folder)
     rows = tokenizer_folder(kind, folder)
     tensors = load_file(folder / "model.safetensors")
@@ -172,8 +172,9 @@ def with_tokenizer(kind, folder):
 
 
 def differs(kind, text):
-    """Returns whether llama.cpp may split `text` in another way than the model's own tokenizer: it has no normalizer,
-    its patterns for tekken, gpt-4o and llama4 have no combining marks, and no upper case but A to Z."""
+    """Returns whether llama.cpp may split `text` differently from the model's own tokenizer: llama.cpp has no
+    normalizer, and its patterns for tekken, gpt-4o and llama4 match no combining marks and no upper-case letters except
+    A to Z."""
     if kind == "qwen2":
         return unicodedata.normalize("NFC", text) != text
     others = (char for char in text if not char.isascii() and kind in ("tekken", "gpt-4o", "llama4"))
@@ -186,7 +187,7 @@ def exported(folder, out, *words):
 
 
 def content(file):
-    """Returns a checksum of the model in a GGUF file: its fields, and its tensors as they are stored."""
+    """Returns a checksum of the model in a GGUF file: its fields, and its tensors as stored."""
     header = read_gguf(file)
     own = sorted((key, str(value)) for key, value in header.values.items() if not key.startswith("tokenizer."))
     found = zlib.crc32(repr(own).encode())
@@ -197,7 +198,7 @@ def content(file):
 
 
 def mutant(draw, whole):
-    """Returns the bytes of a GGUF file after changes: of single bytes, of counts and lengths, of texts, or cut."""
+    """Returns the bytes of a GGUF file after a mutation: changed bytes, counts, lengths or texts, or truncation."""
     data, header = bytearray(whole), min(len(whole), 60_000)
     for _ in range(draw.choice([1, 1, 2, 9])):
         where = draw.choice([draw.randrange(24), draw.randrange(2000), draw.randrange(header)])

@@ -1,4 +1,4 @@
-"""Writes Megatron-LM's indexed data sets, by its published format."""
+"""Writes Megatron-LM's indexed data sets in their published format."""
 
 import struct
 from collections.abc import Sequence

@@ -1,5 +1,7 @@
-"""A family like OLMo 2 (Ai2 2024, arXiv:2501.00656), as a user can write it: norms over all heads of queries and keys,
-and after attention and MLP instead of before them. Hugging Face stores the scales of queries and keys with one axis.
+"""A family like OLMo 2 (Ai2 2024, arXiv:2501.00656), as a user can write it.
+
+It has norms over all heads of the queries and of the keys, and norms after attention and MLP instead of before them.
+Hugging Face stores the scales of the query and key norms with one axis.
 """
 
 import functools
@@ -19,7 +21,7 @@ ATTENTION = "decoder/layers/self_attention/"
 
 
 class NormedAttention(Attention):
-    """Attention with a norm of all queries of a token, and one of all its keys."""
+    """Attention with one norm over all of a token's queries, and one over all of its keys."""
 
     def __init__(self, config, rngs, dtypes, *, merged):
         heads, kv_heads, size = config.base_num_query_heads, config.base_num_kv_heads, config.head_dim
@@ -49,8 +51,8 @@ class NormedAttention(Attention):
 
 
 class Olmo2Block(Block):
-    """Computes x + norm(attention(x)), then x + norm(mlp(x)). `merged`: whether the scales of queries and keys have one
-    axis, and not one for heads."""
+    """Computes x + norm(attention(x)), then x + norm(mlp(x)). `merged`: whether the scales of the query and key norms
+    have one axis instead of [heads, head_dim]."""
 
     def __init__(self, config, rngs, *, merged):
         self.merged = merged

@@ -56,10 +56,8 @@ def names(params):
 
 
 def trained_params(config, options=None):
-    """Returns parameters after STEPS updates by `make_optimizer`, and its last state. `options` are compiler options.
-
-    The second gradient is below the clipping threshold.
-    """
+    """Returns the parameters after STEPS updates by `make_optimizer`, and the last optimizer state. `options` are
+    compiler options. The second gradient is below the clipping threshold."""
     params = tree(0)
     tx = make_optimizer(config, AXES)
     state = tx.init(params)
@@ -80,6 +78,6 @@ def clipped(grads, threshold):
 
 
 def assert_close(actual, expected):
-    """Checks that parameters are equal up to float32 rounding, accumulated over four updates of size 0.1."""
+    """Checks that parameters are equal up to float32 rounding accumulated over four updates of size 0.1."""
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)

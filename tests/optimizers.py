@@ -1,4 +1,4 @@
-"""Optimizers and wrappers with every structure of state."""
+"""Optimizers and wrappers that together have every state structure."""
 
 import jax
 import optax

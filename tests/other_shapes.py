@@ -1,5 +1,5 @@
-"""A family whose block differs from Llama's: scales, single biases, sinks, a gate and a rotation of its own, a running
-mean."""
+"""A family whose block differs from Llama's: its own scales, gate and rotation, biases in some layers, sinks, and a
+running mean."""
 
 from typing import NamedTuple
 
@@ -21,13 +21,13 @@ ATTENTION, HIDDEN = range(2)
 
 
 def clipped_gate(gate, up):
-    """Hidden units that are no product of activations of the projections alone."""
+    """Hidden units that are not simply a product of activations of the two projections."""
     gate, up = jnp.minimum(gate, LIMIT), jnp.clip(up, -LIMIT, LIMIT)
     return gate * jax.nn.sigmoid(1.7 * gate) * (up + 1)
 
 
 class Faster(NamedTuple):
-    """A rotation that no `Rope` describes: each token turns as one at three times its position."""
+    """A rotation that no `Rope` describes: positions are multiplied by three."""
 
     how: Rope
 
@@ -70,7 +70,7 @@ class Block(nnx.Module):
         real = (context.segments != 0)[..., None]
         total = jnp.cumsum(jnp.where(real, h, 0), axis=1)
         attention = None
-        if cache is None:  # without the segments before
+        if cache is None:  # subtract the preceding segments
             first = jnp.arange(x.shape[1]) - context.positions
             padded = jnp.pad(total, ((0, 0), (1, 0), (0, 0)))
             total = total - jnp.take_along_axis(padded, first[..., None], axis=1)
@@ -80,7 +80,7 @@ class Block(nnx.Module):
         mean = total / (context.positions + 1)[..., None].astype(x.dtype)
         attended, attention = self.self_attention(h, attention, context.at(ATTENTION))
         if cache is not None:
-            # Padding is at the end and adds nothing, so the last sum is that of the last token.
+            # Padding is at the end and adds nothing, so the last entry is the sum at the last token.
             cache = cache.with_part("attention", attention)
             cache = cache.with_part("sum", cache.part("sum").replace(total[:, -1]))
         x = x + attended + self.mix(mean, INPUT)

@@ -9,16 +9,16 @@ from support import TINY, pinned
 from trainer import parity
 from trainer.compare import programs
 
-# A few leaves on one device, which compile quickly.
+# A model with few leaves on one device, which compiles quickly.
 SMALL = TINY | {"opt_type": "sgd", "gradient_clipping_threshold": 0, "per_device_batch_size": 8}
 SMALL |= {"base_num_decoder_layers": 3, "base_num_query_heads": 2, "base_num_kv_heads": 2, "ici_fsdp_parallelism": 1}
 
 
 def run(capsys: Any, *words: str, only_forward: bool = False, **keys: Any) -> tuple[int, str, str]:
-    """Returns the exit code, stdout and stderr of the command. The flags are nnx's unless `words` name a combination.
+    """Returns the exit code, stdout and stderr of the command.
 
-    Both sides are compiled without optimizations. `only_forward` leaves out gradients and update, for tests that need
-    only the forward pass.
+    The flags are nnx's unless `words` name a combination. Both sides are compiled without optimizations. `only_forward`
+    leaves out gradients and update, for tests that need only the forward pass.
     """
     settings = SMALL | pinned("nnx") | keys
     argv = ["base.yml", *(f"{key}={value}" for key, value in settings.items()), *words]

@@ -1,7 +1,7 @@
-"""Shows that no test takes its combination from base.yml by accident.
+"""Ensures that no test takes its combination from base.yml by accident.
 
-The suite runs on a copy of base.yml in which the defaults of the three flags are changed to a setting that no model
-serves. A test that pins its combination is not affected. A test that does not, and then runs a model, ends with
+The suite runs on a copy of base.yml that sets the defaults of the three flags to a combination that no model supports.
+A test that pins its combination is not affected. A test that runs a model without pinning it fails with
 `KeyError: 'taken from base.yml'`. Tests that use the default on purpose have the mark `default_combination` and run on
 the real base.yml.
 """
@@ -20,7 +20,7 @@ from trainer.config import flags
 from trainer.config.flags import FLAGS
 
 MARK = "default_combination"
-# The tests that use the default, or their files.
+# Tests that use the default, or whole files of them.
 TAKE_THE_DEFAULT = (
     "unit/config/test_flags.py",
     "unit/config/test_load.py::test_the_packed_base_yml_needs_no_file",
@@ -32,11 +32,11 @@ TAKE_THE_DEFAULT = (
     "unit/test_pins.py::test_whoever_takes_the_default_gets_that_of_base_yml",
 )
 UNPINNED = "taken from base.yml"
-FLIPPED = (False, True, True)  # none of the combinations
+FLIPPED = (False, True, True)  # not one of the combinations
 # Programs that run a model from a command line.
 ENTRIES = ("trainer.train", "trainer.train_compile", "trainer.parity", "trainer.shardings", "launch_local.py")
 
-_schema = importlib.import_module("trainer.config.schema")  # because the package's name `schema` is the function
+_schema = importlib.import_module("trainer.config.schema")  # the package's `schema` is the function
 _readers = (_schema, importlib.import_module("trainer.config.files"))
 ORIGINAL = _schema.BASE_YML
 _popen = subprocess.Popen
@@ -44,7 +44,7 @@ _NAMES = flags._NAMES
 
 
 def flipped(text: str) -> str:
-    """Returns `text`, base.yml, with other defaults of the flags."""
+    """Returns base.yml's `text` with other defaults of the flags."""
     for flag, value in zip(FLAGS, FLIPPED, strict=True):
         text, found = re.subn(rf"^{flag}: (true|false)$", f"{flag}: {str(value).lower()}", text, flags=re.MULTILINE)
         assert found == 1, flag
@@ -52,14 +52,15 @@ def flipped(text: str) -> str:
 
 
 class _Copy(type(Path())):
-    """A copy of base.yml that counts as the same file as the one in the checkout, which may be the current folder."""
+    """A copy of base.yml that counts as the same file as the checkout's base.yml, which may be in the current
+    folder."""
 
     def stat(self, **options):
         return ORIGINAL.stat(**options)
 
 
 class _Popen(subprocess.Popen):
-    """Other processes read the real base.yml, so their command lines must give the flags."""
+    """Checks commands: other processes read the real base.yml, so their command lines must set the flags."""
 
     def __init__(self, args: Sequence[str] | str, *rest: object, **options: object):
         check_command(args if isinstance(args, str) else [str(word) for word in args])
@@ -67,11 +68,11 @@ class _Popen(subprocess.Popen):
 
 
 def check_command(words: Sequence[str] | str) -> None:
-    """Fails on a command that takes its combination from base.yml."""
+    """Fails if a command takes its combination from base.yml."""
     words = words.split() if isinstance(words, str) else words
     if any(word.endswith(ENTRIES) for word in words) and "--help" not in words:
         written = {word.rpartition(".")[2].partition("=")[0] for word in words if "=" in word}
-        for word in words:  # each may be a resolved configuration
+        for word in words:  # a word may name a resolved configuration
             if word.endswith("config.yml") and Path(word).is_file():
                 written |= {line.partition(":")[0] for line in Path(word).read_text(encoding="utf-8").splitlines()}
         assert written >= set(FLAGS) or {"left", "right"} <= written, f"pin the combination of {' '.join(words)}"
@@ -79,7 +80,8 @@ def check_command(words: Sequence[str] | str) -> None:
 
 @contextlib.contextmanager
 def flipped_defaults() -> Iterator[None]:
-    """base.yml with changed defaults, in this process, for everything that reads the configuration."""
+    """Within this context, everything in this process that reads the configuration reads base.yml with changed
+    defaults."""
     with tempfile.TemporaryDirectory() as folder:
         copy = _Copy(folder, "base.yml")
         copy.write_text(flipped(ORIGINAL.read_text(encoding="utf-8")), encoding="utf-8")
@@ -92,7 +94,7 @@ def flipped_defaults() -> Iterator[None]:
 
 @contextlib.contextmanager
 def true_defaults() -> Iterator[None]:
-    """Inside `flipped_defaults`: the real base.yml."""
+    """Within this context, inside `flipped_defaults`, the real base.yml is read."""
     copy = _schema.BASE_YML
     _restore()
     try:
@@ -102,7 +104,7 @@ def true_defaults() -> Iterator[None]:
 
 
 def _flip(copy: Path) -> None:
-    # How flags.py names settings. COMBINATIONS still has only the real ones.
+    # flags.py finds a combination's name here. COMBINATIONS still has only the real ones.
     flags._NAMES = _NAMES | {FLIPPED: UNPINNED}
     _read_from(copy)
     subprocess.Popen = _Popen

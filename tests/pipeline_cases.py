@@ -1,4 +1,4 @@
-"""Loss, gradients and sown values of a step in a pipeline, and of the same step without one."""
+"""Loss, gradients and sown values of a pipelined step, and of the same step without a pipeline."""
 
 import functools
 
@@ -23,12 +23,12 @@ BASE = {"base_num_decoder_layers": 4, "per_device_batch_size": 2, "ici_fsdp_para
 
 
 def made(combination=ALL_COMBINATIONS[0], **keys):
-    """Returns the run of a tiny configuration on the suite's eight devices."""
+    """Returns a run with a tiny configuration on the suite's eight devices."""
     return build(load(arguments(combination, **BASE | keys)).config, jax.devices())
 
 
 def drawn(abstract):
-    """Returns random values for parameters, and zeros for variables without gradients."""
+    """Returns random values for all leaves, with scales around 1."""
     rng = np.random.default_rng(0)
 
     def one(path, leaf):
@@ -39,7 +39,7 @@ def drawn(abstract):
 
 
 def measured(run):
-    """Returns the loss and, by name and layer, gradients and the sown values that the run has.
+    """Returns the run's loss and, by name and layer, its gradients and sown values.
 
     The parameters depend on the model only, not on its pipeline.
     """
@@ -68,10 +68,13 @@ def _plain(items):
 
 
 def assert_equal_gradients(model, keys, *, rounded=(), tolerance=1e-6):
-    """Checks that a run of a model, its keys, with other `keys` in a pipeline has the loss and gradients of the run on
-    fsdp without one, to `tolerance` of each array's norm.
+    """Checks that a pipelined run has the same loss and gradients as a run on fsdp without a pipeline.
 
-    rounded: parts of names of arrays that are 0 except for rounding, compared with the largest norm.
+    Args:
+      model: keys of the model.
+      keys: further keys, of the pipelined run only.
+      rounded: parts of names of arrays that are 0 except for rounding; their tolerance is relative to the largest norm.
+      tolerance: relative to each array's norm.
     """
     loss, found = measured(made(**model | keys))
     same, expected = _plain(tuple(sorted(model.items())))

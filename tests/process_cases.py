@@ -1,4 +1,4 @@
-"""Starts real processes under jax.distributed on this machine, like a user, for tests."""
+"""Starts real processes under jax.distributed on this machine, as a user would."""
 
 import contextlib
 import io
@@ -37,7 +37,8 @@ def words(**changes):
 
 @contextlib.contextmanager
 def as_on_a_terminal():
-    """A process that is started within takes Ctrl-C, even if a script has started the tests in the background."""
+    """Processes started within this context react to Ctrl-C, even if a script has started the tests in the
+    background."""
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
@@ -47,7 +48,8 @@ def as_on_a_terminal():
 
 @contextlib.contextmanager
 def launched(folder, processes, devices, *options, **changes):
-    """Starts processes that train in `folder`, with options of the launcher. Yields it and the file of their output."""
+    """Starts processes that train in `folder`, with options for the launcher. Yields the launcher and its output
+    file."""
     options = ["-n", str(processes), "--devices", str(devices), *options]
     command = [sys.executable, LAUNCHER, *options, "--", *words(**changes)]
     environment = os.environ | {"XLA_FLAGS": xla_flags(devices)}
@@ -76,7 +78,7 @@ def process(launcher, index):
 
 
 def alone(folder, devices, **changes):
-    """Returns the output of a single process with `devices` devices."""
+    """Returns the output of a single-process run with `devices` devices."""
     output, some = io.StringIO(), jax.devices()[:devices]
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output):
         patch.setattr(jax, "devices", lambda: some)

@@ -1,14 +1,15 @@
-"""How many large programs the tests of each folder make, and the most that they may make.
+"""Counts the large programs that each folder's tests make, and limits their number.
 
-A program counts where JAX lowers and compiles it, also if it then reads it from the compilation cache: that takes half
-the time of compiling, and tracing and lowering take longer than compiling (972 and 806 s in a run of the usual tests).
-So the numbers do not depend on what an earlier run or the other worker left in the cache. Programs with the same text
-count once in a folder, whichever worker makes them. Small ones do not count: most are single operations outside of
-`jit`, which the folders that come first in a process make for the others. They took a quarter of the time of compiling
-in unit/optim/test_groups.py.
+A program counts where JAX lowers and compiles it, even if it then comes from the compilation cache. Reading it from the
+cache takes half as long as compiling it, and tracing and lowering take longer than compiling (972 and 806 s in a run of
+the usual tests). So the numbers do not depend on what an earlier run or the other worker left in the cache. Programs
+with the same text count once in a folder, whichever worker makes them.
 
-Each run of the whole suite prints the numbers. One of the usual tests with at most two workers, as README's command has
-it, fails if a folder is above its limit.
+Small programs do not count, although they took a quarter of the compile time in unit/optim/test_groups.py. Most are
+single operations outside of `jit`, and the first folder of a process that needs one makes it for all others.
+
+Each run of the whole suite prints the numbers. A run of the usual tests with at most two workers, like the README's
+command, fails if a folder exceeds its limit.
 """
 
 import hashlib
@@ -21,9 +22,10 @@ import compiler
 import pytest
 from whole import is_whole
 
-# 10 % or 10 above the numbers of 2026-11-29, each of a run of the folder alone; of unit/inference, unit/layers,
-# unit/products and unit/training a third above those of README's command. There a folder makes fewer: a program that
-# the test of another folder made in the same process is there. How many depends on the order of the tests.
+# Each limit is the number of 2026-11-29 plus 10 % or plus 10. The numbers are from runs of each folder alone, except
+# for unit/inference, unit/layers, unit/products and unit/training: their limits are a third above the numbers of the
+# README's command. In that command a folder makes fewer programs, because it reuses those that other folders made in
+# the same process. How many depends on the order of the tests.
 LIMITS = {
     "integration": 500,
     "unit/aot": 20,
@@ -37,7 +39,7 @@ LIMITS = {
     "unit/linen": 48,
     "unit/models": 240,
     "unit/objectives": 112,
-    "unit/ops": 225,  # with the gated delta rule, 204
+    "unit/ops": 225,  # 204 of them with the gated delta rule
     "unit/optim": 88,
     "unit/products": 360,
     "unit/serving": 28,
@@ -46,9 +48,9 @@ LIMITS = {
     "unit/training": 235,
     "unit/weights": 130,
 }
-OTHERS = 10  # of any other folder
+OTHERS = 10  # for any other folder
 SMALL = 1000  # bytes of MLIR; an operation of jax.numpy has 300 to 800
-SLOWEST = 30, 2.0  # how many tests such a run names, of those that take that many seconds
+SLOWEST = 30, 2.0  # a whole run lists this many tests that take at least this many seconds
 _TOO_MANY = (
     "{folder} has made {made} large programs and may make {limit}: give tests equal configurations and shapes, so "
     "that they share programs, or raise the limit in tests/programs.py with a reason"
@@ -56,7 +58,7 @@ _TOO_MANY = (
 
 
 class Programs:
-    """The plugin: digests of large programs by folder of tests, of all workers."""
+    """The plugin: collects digests of large programs by test folder, over all workers."""
 
     def __init__(self) -> None:
         self.made: defaultdict[str, set[str]] = defaultdict(set)
@@ -65,7 +67,7 @@ class Programs:
 
     def observe(self, module: Any) -> None:
         text = io.BytesIO()
-        module.operation.write_bytecode(text)  # takes less than a hundredth of the time of compiling
+        module.operation.write_bytecode(text)  # takes less than 1 % of the compile time
         if len(text.getvalue()) > SMALL:
             self.made[self.folder].add(hashlib.blake2b(text.getvalue(), digest_size=8).hexdigest())
 
@@ -81,7 +83,7 @@ class Programs:
             self.made[folder].update(programs)
 
     def limits(self, config: pytest.Config) -> dict[str, int]:
-        """Returns the limit of each folder, or nothing if this run is not one that they are for."""
+        """Returns the limit of each folder, or nothing if the limits do not apply to this run."""
         if not is_whole(config) or config.option.tests != "usual" or self.workers > 2:
             return {}
         return {folder: LIMITS.get(folder, OTHERS) for folder in self.made}

@@ -1,8 +1,8 @@
-"""Sizes of published models and their numbers of parameters, with their sources, for unit/models/test_presets.py."""
+"""Sizes and parameter counts of published models, with their sources, for unit/models/test_presets.py."""
 
 # hidden_size, num_attention_heads, num_key_value_heads, intermediate_size, num_hidden_layers, vocab_size, rms_norm_eps,
-# rope_theta, tie_word_embeddings of each model's config.json, and the parameters of its published weights (a tied
-# table counts once).
+# rope_theta and tie_word_embeddings of each model's config.json, and the parameter count of its published weights (a
+# tied table counts once).
 PUBLISHED = {
     "llama2-7b": (4096, 32, 32, 11008, 32, 32000, 1e-5, 10000, False, 6_738_415_616),
     "llama2-13b": (5120, 40, 40, 13824, 40, 32000, 1e-5, 10000, False, 13_015_864_320),
@@ -21,8 +21,8 @@ PUBLISHED = {
     "qwen3-14b": (5120, 40, 8, 17408, 40, 151936, 1e-6, 1000000, False, 14_768_307_200),
     "qwen3-32b": (5120, 64, 8, 25600, 64, 151936, 1e-6, 1000000, False, 32_762_123_264),
 }
-# hidden_size, num_attention_heads, num_key_value_heads, width of an expert, number of experts, experts of a token,
-# num_hidden_layers, vocab_size, rms_norm_eps, rope_theta, and the parameters, as above.
+# hidden_size, num_attention_heads, num_key_value_heads, width of an expert, number of experts, experts per token,
+# num_hidden_layers, vocab_size, rms_norm_eps, rope_theta, and the parameter count as above.
 WITH_EXPERTS = {
     "mixtral-8x7b": (4096, 32, 8, 14336, 8, 2, 32, 32000, 1e-5, 1000000, 46_702_792_704),
     "mixtral-8x22b": (6144, 48, 8, 16384, 8, 2, 56, 32768, 1e-5, 1000000, 140_630_071_296),
@@ -30,14 +30,15 @@ WITH_EXPERTS = {
     "qwen3-235b-a22b": (4096, 64, 4, 1536, 128, 8, 94, 151936, 1e-6, 5000000, 235_093_634_560),
     "qwen3-480b-a35b": (6144, 96, 8, 2560, 160, 8, 62, 151936, 1e-6, 10000000, 480_154_875_392),
 }
-# The number of layers and of experts, and the parameters, as above.
+# Numbers of layers and of experts, and the parameter count as above.
 GPT_OSS = {"gpt-oss-20b": (24, 32, 20_914_757_184), "gpt-oss-120b": (36, 128, 116_829_156_672)}
 # decoder_block, hidden_size, num_attention_heads, num_key_value_heads, head_dim, intermediate_size, num_hidden_layers,
-# vocab_size, rms_norm_eps, rope_theta, tie_word_embeddings of each model's config.json; and the parameters of its
-# published weights, a tied table once. A family's sources are above its rows. Where base and instruct models differ,
-# these are the base model's: the instruct models of qwen2-72b, qwen2.5-14b, -32b and -72b have an epsilon of 1e-6.
+# vocab_size, rms_norm_eps, rope_theta and tie_word_embeddings of each model's config.json, and the parameter count of
+# its published weights (a tied table counts once). A family's sources are above its rows. Where base and instruct
+# models differ, these are the base model's values: the instruct models of qwen2-72b, qwen2.5-14b, -32b and -72b have an
+# epsilon of 1e-6.
 FAMILIES = {
-    # Parameters: the Hub's metadata of the safetensors files.
+    # Parameter counts: the Hub's metadata of the safetensors files.
     "qwen2-0.5b": ("qwen2", 896, 14, 2, 64, 4864, 24, 151936, 1e-6, 1000000, True, 494_032_768),
     "qwen2-1.5b": ("qwen2", 1536, 12, 2, 128, 8960, 28, 151936, 1e-6, 1000000, True, 1_543_714_304),
     "qwen2-7b": ("qwen2", 3584, 28, 4, 128, 18944, 28, 152064, 1e-6, 1000000, False, 7_615_616_512),
@@ -49,7 +50,7 @@ FAMILIES = {
     "qwen2.5-14b": ("qwen2", 5120, 40, 8, 128, 13824, 48, 152064, 1e-5, 1000000, False, 14_770_033_664),
     "qwen2.5-32b": ("qwen2", 5120, 40, 8, 128, 27648, 64, 152064, 1e-5, 1000000, False, 32_763_876_352),
     "qwen2.5-72b": ("qwen2", 8192, 64, 8, 128, 29568, 80, 152064, 1e-5, 1000000, False, 72_706_203_648),
-    # The Hub's metadata, and Keras Hub's presets of the same files. The reports have other tables, see REPORTED.
+    # The Hub's metadata, and Keras Hub's presets of the same files. The reports count other tables, see REPORTED.
     "gemma-2b": ("gemma", 2048, 8, 1, 256, 16384, 18, 256000, 1e-6, 10000, True, 2_506_172_416),
     "gemma-7b": ("gemma", 3072, 16, 16, 256, 24576, 28, 256000, 1e-6, 10000, True, 8_537_680_896),
     "gemma2-2b": ("gemma2", 2304, 8, 4, 256, 9216, 26, 256000, 1e-6, 10000, True, 2_614_341_888),
@@ -57,7 +58,7 @@ FAMILIES = {
     "gemma2-27b": ("gemma2", 4608, 32, 16, 128, 36864, 46, 256000, 1e-6, 10000, True, 27_227_128_320),
     "gemma3-270m": ("gemma3", 640, 4, 1, 256, 2048, 18, 262144, 1e-6, 1000000, True, 268_098_176),
     "gemma3-1b": ("gemma3", 1152, 4, 1, 256, 6912, 26, 262144, 1e-6, 1000000, True, 999_885_952),
-    # The metadata's numbers are those of text and vision together, see WITH_VISION.
+    # The metadata counts text and vision parameters together, see WITH_VISION.
     "gemma3-4b": ("gemma3", 2560, 8, 4, 256, 10240, 34, 262208, 1e-6, 1000000, True, 3_880_263_168),
     "gemma3-12b": ("gemma3", 3840, 16, 8, 256, 15360, 48, 262208, 1e-6, 1000000, True, 11_766_034_176),
     "gemma3-27b": ("gemma3", 5376, 32, 16, 128, 21504, 62, 262208, 1e-6, 1000000, True, 27_009_346_304),
@@ -69,18 +70,18 @@ FAMILIES = {
     "olmo3-7b": ("olmo3", 4096, 32, 32, 128, 11008, 32, 100278, 1e-6, 500000, False, 7_298_011_136),
     "olmo3-7b-pt": ("olmo3", 4096, 32, 32, 128, 11008, 32, 100278, 1e-6, 500000, False, 7_298_011_136),
     "olmo3-32b": ("olmo3", 5120, 40, 8, 128, 27648, 64, 100278, 1e-6, 500000, False, 32_233_522_176),
-    # The numbers of the Hub and of Keras Hub; the factors of LongRoPE in torchao and in Keras Hub.
+    # Parameter counts of the Hub and of Keras Hub; LongRoPE factors of torchao and of Keras Hub.
     "phi3-mini-4k": ("phi3", 3072, 32, 32, 96, 8192, 32, 32064, 1e-5, 10000, False, 3_821_079_552),
     "phi3-medium-4k": ("phi3", 5120, 40, 10, 128, 17920, 40, 32064, 1e-5, 10000, False, 13_960_238_080),
     "phi3.5-mini": ("phi3", 3072, 32, 32, 96, 8192, 32, 32064, 1e-5, 10000, False, 3_821_079_552),
     "phi4": ("phi3", 5120, 40, 10, 128, 17920, 40, 100352, 1e-5, 250000, False, 14_659_507_200),
     "phi4-mini": ("phi3", 3072, 24, 8, 128, 8192, 32, 200064, 1e-5, 10000, True, 3_836_021_760),
-    # transformers' defaults of Glm4Config and GlmConfig, and published numbers of parameters.
+    # transformers' defaults of Glm4Config and GlmConfig, and published parameter counts.
     "glm4-9b": ("glm4", 4096, 32, 2, 128, 13696, 40, 151552, 1e-5, 10000, False, 9_400_279_040),
     "glm4-9b-chat": ("glm4", 4096, 32, 2, 128, 13696, 40, 151552, 1.5625e-7, 10000, False, 9_399_951_360),
     "glm4-32b": ("glm4", 6144, 48, 2, 128, 23040, 61, 151552, 1e-5, 10000, False, 32_566_081_536),
-    # config.json of the Hub's folders, and of Granite 4 the fields of the published GGUF files, which stand for them.
-    # The instruct models, whose vocabularies have 3 tokens more than those of some base models.
+    # config.json of the Hub's folders; for Granite 4, the fields of the published GGUF files instead. These are the
+    # instruct models, whose vocabularies have 3 tokens more than those of some base models.
     "granite3-2b": ("granite", 2048, 32, 8, 64, 8192, 40, 49155, 1e-5, 10000, True, 2_533_531_648),
     "granite3-8b": ("granite", 4096, 32, 8, 128, 12800, 40, 49155, 1e-5, 10000, True, 8_170_848_256),
     "granite3.1-2b": ("granite", 2048, 32, 8, 64, 8192, 40, 49155, 1e-5, 5000000, True, 2_533_531_648),
@@ -91,22 +92,23 @@ FAMILIES = {
     "granite4-350m": ("granite4", 1024, 16, 4, 64, 2048, 28, 100352, 1e-5, 10000000, True, 352_379_904),
     "granite4-1b": ("granite4", 2048, 16, 4, 128, 4096, 40, 100352, 1e-5, 10000000, True, 1_631_750_144),
     "granite4-micro": ("granite4", 2560, 40, 8, 64, 8192, 40, 100352, 1e-5, 10000000, True, 3_402_836_480),
-    # The text models' config.json in folders of the Hub.
+    # config.json of the text models in the Hub's folders.
     "ministral3-3b": ("ministral3", 3072, 32, 8, 128, 9216, 26, 131072, 1e-5, 1000000, True, 3_429_006_336),
     "ministral3-8b": ("ministral3", 4096, 32, 8, 128, 14336, 34, 131072, 1e-5, 1000000, False, 8_489_553_920),
     "devstral-small-2-24b": ("ministral3", 5120, 32, 8, 128, 32768, 40, 131072, 1e-5, 10**8, False, 23_572_403_200),
-    # A third party's table of the published model, and the YaRN of the smaller ones; 13.5 billion are published.
+    # A third party's table of the published model, and the YaRN settings of the smaller ones. The published count is
+    # 13.5 billion.
     "ministral3-14b": ("ministral3", 5120, 32, 8, 128, 16384, 40, 131072, 1e-5, 10**9, False, 13_506_073_600),
     "smollm3-3b": ("smollm3", 2048, 16, 4, 128, 11008, 36, 128256, 1e-6, 5000000, True, 3_075_098_624),
 }
-# The same as in WITH_EXPERTS; heads have 64 entries, and the head is the table. Sources as above.
+# The same columns as in WITH_EXPERTS. Heads have 64 entries, and the output head is the embedding. Sources as above.
 GRANITE_MOE = {
     "granite3-1b-a400m": (1024, 16, 8, 512, 32, 8, 24, 49155, 1e-6, 10000, 1_334_628_352),
     "granite3-3b-a800m": (1536, 24, 8, 512, 40, 8, 32, 49155, 1e-6, 10000, 3_298_793_472),
     "granite3.1-1b-a400m": (1024, 16, 8, 512, 32, 8, 24, 49155, 1e-6, 1500000, 1_334_628_352),
     "granite3.1-3b-a800m": (1536, 24, 8, 512, 40, 8, 32, 49155, 1e-6, 10000000, 3_298_793_472),
 }
-# Embedding and other parameters in tables 2 of the reports of Gemma and Gemma 2. Their embedding has 256128 rows.
+# Embedding and other parameters in table 2 of the reports of Gemma and of Gemma 2. Their embedding has 256128 rows.
 REPORTED = {
     "gemma-2b": (524_550_144, 1_981_884_416),
     "gemma-7b": (786_825_216, 7_751_248_896),
@@ -114,15 +116,15 @@ REPORTED = {
     "gemma2-9b": (917_962_752, 8_324_201_984),
     "gemma2-27b": (1_180_237_824, 26_047_480_320),
 }
-# Millions of parameters that are not of the embedding, in table 1 of the report of Gemma 3; and all parameters of the
-# published weights by the Hub's metadata, with the vision encoder (SigLIP) and the projection of its output.
+# Millions of non-embedding parameters, from table 1 of the Gemma 3 report, and all parameters of the published weights
+# by the Hub's metadata, including the vision encoder (SigLIP) and the projection of its output.
 WITH_VISION = {
     "gemma3-1b": (698, 999_885_952),
     "gemma3-4b": (3_209, 4_300_079_472),
     "gemma3-12b": (10_759, 12_187_325_040),
     "gemma3-27b": (25_600, 27_432_406_640),
 }
-# Other keys than those in SIZES_OF_FAMILIES that presets of a family set, with their values.
+# Keys outside SIZES_OF_FAMILIES that the presets of a family set, with their values.
 POST_NORMS = {"use_post_attn_norm": True, "use_post_ffw_norm": True}
 OWN = {
     "qwen2": {"attention_bias": True},
@@ -155,7 +157,8 @@ LONGROPE = {
     **{"rope_type": "longrope", "rope_factor": 32, "original_max_position_embeddings": 4096},
     **{"rope_attention_scaling": True},
 }
-# The factors of Phi-4-mini for long texts: 1, 1.118, ... 28.6, and then tuned ones. For short ones they are 1.
+# Phi-4-mini's factors for long texts: 1, 1.118, ... 28.6 is a geometric sequence, and the rest are tuned. Factors for
+# short texts are 1.
 LONG_PHI4_MINI = (
     *(1, 1.118320672, 1.250641126, 1.398617824, 1.564103225, 1.74916897, 1.956131817, 2.187582649, 2.446418898),
     *(2.735880826, 3.059592084, 3.421605075, 3.826451687, 4.279200023, 4.785517845, 5.351743533, 5.984965424),
@@ -168,7 +171,7 @@ PHI_WINDOW = {"attention_type": "local_sliding", "sliding_window_size": 2047}
 
 
 def factors(attention: float, logits: float, residual: float = 0.22) -> dict[str, float]:
-    """Returns the keys of attention_multiplier and logits_scaling, and the other factors."""
+    """Returns the keys for these values of attention_multiplier and logits_scaling, and Granite's other factors."""
     own = {"embedding_multiplier": 12.0, "residual_multiplier": residual, "logits_multiplier": 1 / logits}
     return own | {"query_pre_attn_scalar": attention**-2}
 
@@ -232,7 +235,7 @@ PHI4_MINI_JSON = {
     **{"rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": True, "torch_dtype": "bfloat16"},
     **{"transformers_version": "4.45.0", "use_cache": True, "vocab_size": 200064},
 }
-# As published; MaxText 0.2.5 has the same in its hf_model_configs.py.
+# As published; MaxText 0.2.5 has the same values in its hf_model_configs.py.
 QWEN3_NEXT_JSON = {
     **{"architectures": ["Qwen3NextForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643},
     **{"decoder_sparse_step": 1, "eos_token_id": 151645, "full_attention_interval": 4, "head_dim": 256},
@@ -332,47 +335,48 @@ LARGEST = (
     "devstral-small-2-24b",
 )
 GPT3 = ("gpt3-52k", "gpt3-6b", "gpt3-22b", "gpt3-175b")  # in test_gpt3.py
-# The same with n_shared_experts, first_k_dense_replace, intermediate_size, q_lora_rank, the number of expert groups,
-# and the number of groups among which a token chooses.
+# The columns of WITH_EXPERTS up to rope_theta, then n_shared_experts, first_k_dense_replace, intermediate_size,
+# q_lora_rank, the number of expert groups, the number of groups that a token may use, and the parameter count.
 LATENT = {
     "deepseek2-16b": (2048, 16, 16, 1408, 64, 6, 27, 102400, 1e-6, 10000, 2, 1, 10944, 0, -1, -1, 15_706_484_224),
     "deepseek2-236b": (5120, 128, 128, 1536, 160, 6, 60, 102400, 1e-6, 10000, 2, 1, 12288, 1536, 8, 3, 235_741_434_880),
     "deepseek3-671b": (7168, 128, 128, 2048, 256, 8, 61, 129280, 1e-6, 10000, 1, 3, 18432, 1536, 8, 4, 671_026_419_200),
     "kimi-k2-1t": (7168, 64, 64, 2048, 384, 8, 61, 163840, 1e-6, 50000, 1, 1, 18432, 1536, -1, -1, 1_026_408_232_448),
 }
-# routed_scaling_factor, mscale, and factor, beta_fast and beta_slow of YaRN.
+# routed_scaling_factor, and YaRN's mscale, factor, beta_fast and beta_slow.
 SCALES = {
     "deepseek2-16b": (1, 0.707, 40, 32, 1),
     "deepseek2-236b": (16, 0.707, 40, 32, 1),
     "deepseek3-671b": (2.5, 1, 40, 32, 1),
     "kimi-k2-1t": (2.827, 1, 32, 1, 1),
 }
-# GLM with experts: numbers with the module of multi-token prediction, which repeats the embedding and the head. Those
-# of GLM-4.5 (4.7 has the same) and 4.5-Air were found in other projects' tables; that of 4.7-Flash follows from its
-# sizes and was not found. The sizes of the two smaller ones are transformers' defaults, except for rope_theta; those
-# of the largest are in Megatron Bridge.
+# GLM with experts. The counts include the module of multi-token prediction, which repeats the embedding and the head.
+# The counts of GLM-4.5 (and 4.7, which is equal) and 4.5-Air are from other projects' tables. No source was found for
+# that of 4.7-Flash, so it is computed from the sizes. The sizes of the two smaller models are transformers' defaults,
+# except for rope_theta; those of the largest are Megatron Bridge's.
 GLM = {
     "glm4.5-355b": (5120, 96, 8, 1536, 160, 8, 92, 151552, 1e-5, 1000000, 1, 3, 12288, 358_337_791_296),
     "glm4.5-air-106b": (4096, 96, 8, 1408, 128, 8, 46, 151552, 1e-5, 1000000, 1, 1, 10944, 110_468_824_832),
     "glm4.7-flash-30b": (2048, 20, 20, 1536, 64, 4, 47, 154880, 1e-5, 1000000, 1, 1, 10240, 31_221_488_576),
 }
-# The same up to rope_theta, then base_mlp_dim, interleave_moe_layer_step, use_qk_norm, parameters of the text model.
-# Sizes: transformers' Llama4TextConfig and MaxText's presets; below, all parameters by the Hub's metadata.
+# The columns of WITH_EXPERTS up to rope_theta, then base_mlp_dim, interleave_moe_layer_step, use_qk_norm, and the
+# parameter count of the text model. Sizes: transformers' Llama4TextConfig and MaxText's presets. WITH_VISION_OF_LLAMA4
+# has all parameters by the Hub's metadata.
 LLAMA4 = {
     "llama4-17b-16e": (5120, 40, 8, 8192, 16, 1, 48, 202048, 1e-5, 500000, -1, 1, True, 107_769_861_120),
     "llama4-17b-128e": (5120, 40, 8, 8192, 128, 1, 48, 202048, 1e-5, 500000, 16384, 2, False, 400_711_848_960),
 }
 VISION_OF_LLAMA4 = 871_932_416
 WITH_VISION_OF_LLAMA4 = {"llama4-17b-16e": 108_641_793_536, "llama4-17b-128e": 401_583_781_376}
-# transformers' Mistral4Config names this model. Published: 119.4 billion parameters, with the tower for images.
+# transformers' Mistral4Config names this model. The published count is 119.4 billion, including the vision tower.
 MISTRAL4 = {
     "mistral-small-4-119b": (4096, 32, 32, 2048, 128, 4, 36, 131072, 1e-6, 10000, 1, 1024, 256, 118_972_826_624),
 }
 # Qwen3-Next, 3.5 and 3.6: decoder_block, hidden_size, num_attention_heads, num_key_value_heads, linear_num_value_heads,
-# the width of the MLP or of an expert, experts and those of a token (without experts 1 and 1), num_hidden_layers,
-# vocab_size, rope_theta, tie_word_embeddings; whether the published files have a module of multi-token prediction;
-# depth, width and MLP of their tower for images; and the number of all their parameters by the Hub's metadata. Sizes:
-# see the presets.
+# the width of the MLP or of an expert, number of experts and experts per token (1 and 1 for dense models),
+# num_hidden_layers, vocab_size, rope_theta, tie_word_embeddings; whether the published files have a module of
+# multi-token prediction; depth, width and MLP width of the vision tower; and the count of all parameters by the Hub's
+# metadata. The presets name the sources of the sizes.
 _NEXT, _TOWER = ("qwen3_next", 2048, 16, 2, 32, 512, 512, 10, 48, 151936), (27, 1152, 4304)
 _DENSE_27B = ("qwen3_5", 5120, 24, 4, 48, 17408, 1, 1, 64, 248320, 10**7, False, True, _TOWER, 27_781_427_952)
 _35B = ("qwen3_5_moe", 2048, 16, 2, 32, 512, 256, 8, 40, 248320, 10**7, False, True, _TOWER, 35_951_822_704)
@@ -421,5 +425,5 @@ SIZES = (
     "rope_max_timescale",
     "logits_via_embedding",
 )
-# The same, in the order of FAMILIES.
+# The keys of FAMILIES, in the order of its columns.
 SIZES_OF_FAMILIES = ("decoder_block", *SIZES[:3], "head_dim", *SIZES[3:])

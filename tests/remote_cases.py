@@ -1,4 +1,4 @@
-"""Records in every format for a web server, and how the tests of remote files open them."""
+"""Records in every format for a web server, and helpers that open them."""
 
 from pathlib import Path
 from typing import Any

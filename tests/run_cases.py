@@ -42,7 +42,7 @@ def train(folder, *words, devices=1, combination="nnx", **overrides):
 
 
 def command(settings, *words, devices=1, program=main):
-    """Does the same in the current folder, with a command of `program` of `settings` followed by `words`."""
+    """Like `train`, in the current folder, with the command line `program`, `settings` and `words`."""
     found = jax.devices()[:devices]
     output, code = io.StringIO(), 0
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
@@ -55,12 +55,12 @@ def command(settings, *words, devices=1, program=main):
 
 
 def killed_at(updates, finished, folder):
-    """Returns a copy in `folder` of the finished run, in the state after a SIGKILL right after one of its
-    checkpoints."""
+    """Copies the finished run to `folder`, in the state after a SIGKILL right after one of its checkpoints, and returns
+    the copy."""
     run = folder / RUN
     shutil.copytree(finished, run)
     (run / "finished").unlink()
-    *events, _ = (run / GOODPUT_FILE).read_text().splitlines(keepends=True)  # all but the end
+    *events, _ = (run / GOODPUT_FILE).read_text().splitlines(keepends=True)  # without the end event
     (run / GOODPUT_FILE).write_text("".join(events))
     for path in (run / "checkpoints").iterdir():
         if int(path.name) > updates:
@@ -73,7 +73,7 @@ def rows_of(run):
 
 
 def assert_equal(run, other, updates=60):
-    """Compares the metrics, and the last checkpoint bit by bit."""
+    """Compares the metrics of two runs, and their last checkpoints bit by bit."""
     assert newest(run).name == str(updates)
     assert rows_of(run) == [row for row in rows_of(other) if row["step"] < updates]
     left, right = (arrays_of(x / f"checkpoints/{updates}") for x in (run, other))

@@ -1,4 +1,4 @@
-"""Run folders in the states that a command can find them in."""
+"""Run folders in every state that a command may encounter."""
 
 from trainer.observe.runs import open_run
 
@@ -21,7 +21,7 @@ def opened(base, name="", config=CONFIG, resumes=True, say=lambda line: None):
 
 
 def begun(base, name="", config=CONFIG, resumes=True):
-    """Returns the folder of a run whose process began and was then ended."""
+    """Returns the folder of a run whose process started, and ended without finishing the run."""
     run = opened(base, name, config, resumes)
     run.begin(config, START, resumed=False, say=lambda line: None)
     (run.path / "metrics.jsonl").write_text('{"step": 0}\n')

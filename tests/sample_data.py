@@ -24,7 +24,7 @@ def say_nothing(line: str) -> None:
 
 
 def config_of(cache: Path, **keys: Any):
-    """Returns a configuration as from a command line. Keys that the tests of data share have small values."""
+    """Returns a configuration as from a command line. Keys that the data tests share have small values."""
     shared = {"max_target_length": LENGTH, "vocab_size": VOCAB, "data_cache_directory": cache, "eval_interval": -1}
     words = [
         f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in (shared | keys).items()
@@ -33,7 +33,7 @@ def config_of(cache: Path, **keys: Any):
 
 
 def opened(cache: Path, **keys: Any) -> Dataset:
-    """Returns the dataset of that configuration."""
+    """Returns the dataset of `config_of(cache, **keys)`."""
     return open_dataset(config_of(cache, **keys), say_nothing)
 
 
@@ -62,7 +62,7 @@ def example(**values: Any) -> bytes:
 
 
 def write_records(path: Path, kind: str, rows: list[dict[str, Any]]) -> None:
-    """Writes a file of `rows` in the format that grain_file_type calls `kind`."""
+    """Writes `rows` to a file whose format is `kind`, a value of grain_file_type."""
     if kind == "jsonl":
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     elif kind == "parquet":
@@ -93,7 +93,7 @@ def write_tfrecords(path: Path, records: list[bytes]) -> None:
 
 
 def write_corpus(folder: Path, kind: str, count: int = 30, files: int = 3) -> Path:
-    """Writes `count` documents to `files` files in a new folder; one document per file if `kind` is text."""
+    """Writes `count` documents to `files` files in a new folder, or one document per file if `kind` is text."""
     folder.mkdir(parents=True)
     if kind == "text":
         for i in range(count):

@@ -1,4 +1,4 @@
-"""A server over a tiny model of bytes in a thread of this process, and calls of it."""
+"""Runs a server with a tiny byte-level model in a thread of this process, and calls it."""
 
 import contextlib
 import copy
@@ -24,7 +24,7 @@ LENGTH, SLOTS, WAITING, BODY = 128, 3, 6, 20_000
 
 @functools.cache
 def tiny_engine():
-    """Returns an engine and its parameters. It holds no state, so servers of a process may share it."""
+    """Returns an engine and its parameters. The engine is stateless, so the servers of a process may share it."""
     keys = {"max_target_length": LENGTH, "vocab_size": 257, "tokenizer_type": "bytes", "base_num_decoder_layers": 1}
     keys |= {"per_device_batch_size": SLOTS, "use_chunked_prefill": True, "prefill_chunk_size": 32}
     keys |= {"max_waiting_prompts": WAITING, "max_body_bytes": BODY, "receive_seconds": 1.0}
@@ -34,7 +34,7 @@ def tiny_engine():
 
 @contextlib.contextmanager
 def served(engine, params, tokens=(), fails="", **keys):
-    """Runs a server with further keys. Yields its port. `fails`: how the server must fail."""
+    """Runs a server with further keys. Yields its port. `fails`: the failure expected of the server."""
     engine = copy.copy(engine)
     engine.config = Config({**engine.config, **keys})
     tokenizer = engine.get_tokenizer()
@@ -50,7 +50,7 @@ def served(engine, params, tokens=(), fails="", **keys):
         except Exception as error:
             errors.append(error)
 
-    thread = threading.Thread(target=run, daemon=True)  # so that a test that fails ends
+    thread = threading.Thread(target=run, daemon=True)  # a daemon, so that a failed test does not hang
     thread.start()
     assert ready.wait(120)
     port = Port(at.getsockname()[1])
@@ -68,11 +68,11 @@ def served(engine, params, tokens=(), fails="", **keys):
 
 
 class Port(int):
-    """A port, with what listens there."""
+    """A port, and the server that listens on it."""
 
 
 def call(port, path="/v1/completions", body=None, method="POST", **headers):
-    """Returns the status, the headers and the body of an answer."""
+    """Returns the status, headers and body of a response."""
     connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=60)
     data = json.dumps(body).encode() if isinstance(body, dict | list) else body
     headers = {"content-type": "application/json"} | {name.replace("_", "-"): it for name, it in headers.items()}
@@ -92,7 +92,7 @@ def complete(port, path="/v1/completions", **body):
 
 
 def slow(port):
-    """Makes the steps of a server slow, so that a test acts while a request runs."""
+    """Makes the steps of a server slow, so that a test can act while a request runs."""
     turn = port.scheduler.turn
     port.scheduler.turn = lambda: (time.sleep(0.003), turn())[1]
 

@@ -17,21 +17,21 @@ FAULTS = ("503", "reset", "late", "cut")
 
 
 class SlowServer(http.server.ThreadingHTTPServer):
-    """Serves the files in `root` by ranges, and pages with links for the folders.
+    """Serves byte ranges of the files in `root`, and index pages for the folders.
 
     Attributes:
-      delay: seconds before each answer.
+      delay: seconds before each response.
       faults: what happens to the next GET requests of files: one of FAULTS, a status, or "" for nothing.
       listing: the same for the next GET requests of folders.
-      marks: whether answers have an ETag.
-      ranges: whether it answers with ranges.
-      sent: the bytes of files that were sent.
+      marks: whether responses have an ETag.
+      ranges: whether range requests are honored.
+      sent: the number of bytes of files that were sent.
       requests: (method, path, range) of each request.
-      late: seconds by which a late answer is late.
+      late: the extra delay of a late response in seconds.
     """
 
     daemon_threads = True
-    request_queue_size = 128  # connections that wait; more than clients open at a time
+    request_queue_size = 128  # pending connections; more than clients open at a time
 
     def __init__(self, root: Path):
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -47,7 +47,7 @@ class SlowServer(http.server.ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     def fail(self, faults: Iterable[str]) -> None:
-        """Sets the faults of the next requests; none after them."""
+        """Sets the faults of the next requests; later requests have none."""
         self.faults = itertools.chain(faults, itertools.repeat(""))
 
     def count(self, sent: int) -> None:
@@ -56,7 +56,7 @@ class SlowServer(http.server.ThreadingHTTPServer):
             self.sent += sent
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        pass  # clients end connections before they have read the answer
+        pass  # clients close connections before they have read the response
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""Families whose matrices are stored as int8 with their scales, as a user can write them: `dense` and `experts`."""
+"""Families `dense` and `experts` with matrices stored as int8 with scales, as a user can write them."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ def dequantized(kernel, dtype):
 
 
 class Int8:
-    """A product whose kernel is stored as {"q": int8 [*in, *out], "scale": float32, with length 1 in the inputs}."""
+    """A product whose kernel is stored as {"q": int8 [*in, *out], "scale": float32 with length 1 on the input axes}."""
 
     def __init__(self, *inputs):
         self.inputs = inputs  # the axes of the inputs
@@ -43,11 +43,11 @@ def of_block(block, *rules):
 
 
 dense, experts = of_block(llama2.Block, ("kernel$", make)), of_block(Block, ("kernel$|MoeBlock_0/w", make))
-FROZEN = {"trainable_parameters_mask": "[scale$,embedding]"}  # everything but the integers
+FROZEN = {"trainable_parameters_mask": "[scale$,embedding]"}  # trains everything but the integers
 
 
 def as_floats(params):
-    """Returns parameters with each kernel as one array."""
+    """Returns `params` with each kernel dequantized to one float32 array."""
     return jax.tree.map(
         lambda leaf: dequantized(leaf, jnp.float32) if isinstance(leaf, dict) else leaf,
         params,

@@ -1,4 +1,5 @@
-"""Families whose matrices are stored as each of Qwix's types, by a product that dequantizes. As a user can write it."""
+"""Families whose matrices are stored as each of Qwix's types, with a product that dequantizes, as a user can write
+them."""
 
 import dataclasses
 import re
@@ -19,7 +20,7 @@ from trainer.models.mixtral.family import Block
 from trainer.ops.paths import name_of
 from trainer.products.plain import grouped_product, product
 
-MATRICES = r"mlp/.*/kernel$|self_attention/(query|key|value)/kernel$"  # those with one axis of inputs
+MATRICES = r"mlp/.*/kernel$|self_attention/(query|key|value)/kernel$"  # matrices with one input axis
 TILE = 4  # inputs that share a scale
 PADDED = 6  # divides neither 16 nor 32
 
@@ -43,7 +44,7 @@ def with_aux(kernel):
 
 
 def _of_inputs(kernel):
-    """A scale for each input, and the kernel times this scale."""
+    """Returns a scale for each input, and the kernel times this scale."""
     scale = 1 + jnp.arange(kernel.shape[0], dtype=jnp.float32) / 8
     return scale, kernel * jax.lax.broadcast_in_dim(scale, kernel.shape, (0,))
 
@@ -73,10 +74,10 @@ STORES = {
 
 
 def dequantized(stored, dtype):
-    """Returns the values of any of the types. The static parts say how."""
+    """Returns the dequantized values of any of the types. A type's static fields say how."""
     match stored:
         case PaddedQArray():
-            # qwix.contrib.padded_ptq.dequantize refuses integers without padding if a tile is incomplete.
+            # qwix.contrib.padded_ptq.dequantize refuses unpadded integers if a tile is incomplete.
             whole = padded_ptq.pad_to_shape(stored.qvalue, stored.padded_shape)
             values = dequantize(dataclasses.replace(stored, qvalue=whole)).astype(dtype)
             return values[tuple(map(slice, stored.original_shape))]
@@ -103,7 +104,7 @@ class Dequantizing:
 
 
 class GroupedDequantizing(Dequantizing):
-    """The same for experts: [groups, in, out]."""
+    """The same for experts, with kernels [groups, in, out]."""
 
     def __call__(self, x, kernel, sizes, context):
         return grouped_product(x, self.read(kernel, x.dtype), sizes)
@@ -114,7 +115,7 @@ def rule(names, store, read=dequantized):
 
 
 def with_doubled_gradient(stored, dtype):
-    """The same values; the gradient of the scale is twice what it is."""
+    """Returns the same values, but the gradient of the scale is doubled."""
     return dequantized(dataclasses.replace(stored, scale=2 * stored.scale - jax.lax.stop_gradient(stored.scale)), dtype)
 
 
@@ -133,11 +134,11 @@ mixed = of_block(llama2.Block, *_rules)
 narrower = of_block(llama2.Block, rule("/wi_0/kernel$", STORES["int4"]), *_rules)  # one matrix as int4 instead of int8
 planted = of_block(llama2.Block, rule("/wi_0/kernel$", STORES["qarray"], with_doubled_gradient), *_rules)
 experts = of_block(Block, rule("MoeBlock_0/w", lambda kernel: quantize(kernel, how(kernel, inputs=1))))
-FROZEN = {"trainable_parameters_mask": "[scale$,embedding,norm]"}  # everything but the integers
+FROZEN = {"trainable_parameters_mask": "[scale$,embedding,norm]"}  # trains everything but the integers
 
 
 def stored_by(name, params):
-    """Returns the canonical `params` of a plain model as the model of the family `name` has them."""
+    """Returns the canonical `params` of a plain model in the form of the family `name`."""
 
     def one(path, kernel):
         if not re.search(MATRICES, name_of(path)):
@@ -148,7 +149,7 @@ def stored_by(name, params):
 
 
 def as_floats(params):
-    """Returns canonical parameters with each kernel as one array."""
+    """Returns canonical parameters with each kernel dequantized to one float32 array."""
 
     def one(value):
         return jax.vmap(lambda kernel: dequantized(kernel, jnp.float32))(value) if is_stored(value) else value

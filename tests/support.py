@@ -13,7 +13,8 @@ from trainer.config.resolve import resolve
 
 # Tests are parametrized over this, so that removing a combination removes its cases.
 ALL_COMBINATIONS = tuple(MODELS)
-# `cases` of the mark `rest` where a test has the first and the last combination. None once there is one combination.
+# Argument `cases` of the mark `rest`, for a test that runs the first and the last combination. Empty once there is only
+# one combination.
 LAST_CASE = ALL_COMBINATIONS[1:][-1:]
 
 TINY = {
@@ -30,10 +31,10 @@ TINY = {
     "steps": 20,
     "eval_interval": -1,
     "per_device_batch_size": 4,
-    "enable_checkpointing": False,  # a run writes only what is tested
+    "enable_checkpointing": False,  # a run writes only what a test needs
 }
 
-# Matrices of every kind: a layer with latent attention and an MLP, then one with a router, experts and a shared expert.
+# Every kind of matrix: a layer with latent attention and an MLP, then one with a router, experts and a shared expert.
 EVERY_MATRIX = {
     "decoder_block": "deepseek",
     "attention_type": "mla",
@@ -69,14 +70,15 @@ def tiny_config(combination: str, *, devices: int = 1, **overrides: Any):
 
 @functools.cache
 def model_of(config: Any) -> Any:
-    """Returns the model of `config`, traced once for all tests of a process. Not for blocks that a test patches."""
+    """Returns the model of `config`, traced once per process. Not for tests that patch the model's blocks."""
     from trainer.backends.registry import make_model
 
     return make_model(config)
 
 
 def random_variables(model: Any, scale: float = 0.3) -> Any:
-    """Returns (params, rest) of `model`, random on the host without compiling `init`, so large that tokens differ."""
+    """Returns (params, rest) of `model`, drawn on the host without compiling `init`, large enough that tokens
+    differ."""
     import jax
 
     rng = np.random.default_rng(0)
@@ -90,8 +92,9 @@ def random_variables(model: Any, scale: float = 0.3) -> Any:
 
 
 def drawn(make: Callable[[], Any]) -> Any:
-    """Returns the NNX module that `make` makes, with random parameters: those of one axis, such as scales, between 0.5
-    and 1.5. They are drawn on the host, because initial values compile a program for each shape."""
+    """Returns the NNX module that `make` makes, with random parameters. One-axis parameters, such as scales, are
+    between 0.5 and 1.5. All are drawn on the host, because JAX compiles a program for each shape of an initial
+    value."""
     import jax
     from flax import nnx
 
@@ -105,7 +108,7 @@ def drawn(make: Callable[[], Any]) -> Any:
 
 
 def packed_batch(config, rows: int, seed: int = 0) -> dict[str, np.ndarray]:
-    """Returns random rows of up to three segments and some padding: a batch like those of trainer.data."""
+    """Returns random rows with up to three segments and some padding: a batch like those of trainer.data."""
     rng = np.random.default_rng(seed)
     length = config.max_target_length
     ends = np.sort(rng.integers(1, length + 1, (rows, 3)), axis=1)
@@ -134,7 +137,7 @@ def compiled(fn: Any, *args: Any) -> Any:
 
 
 def first_tree(run: Any, params: Any = None) -> Any:
-    """Returns the canonical first state of `run` with these parameters, or with random ones. It is made on the host:
+    """Returns the canonical first state of `run`, with these parameters or random ones. It is made on the host, because
     `run.init` takes half as long to compile as a step. Not for state that does not begin with zeros, such as an average
     of parameters."""
     import jax
@@ -177,15 +180,15 @@ def lowered_update(run: Any) -> Any:
 
 
 def zeros(abstract: Any) -> Any:
-    """Returns zeros with the shapes and dtypes of `abstract`, on the host: the first state of most optimizers, without
-    a program for each."""
+    """Returns zeros with the shapes and dtypes of `abstract`, on the host, without compiling a program for each leaf.
+    Most optimizers' first states are zeros."""
     import jax
 
     return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract)
 
 
 def copied(tree: Any) -> Any:
-    """Copies the arrays of `tree` to the host. A plain device_get may be a view of a buffer that a later step
+    """Copies the arrays of `tree` to the host. A plain device_get may return a view of a buffer that a later step
     overwrites."""
     import jax
 

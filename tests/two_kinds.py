@@ -13,7 +13,7 @@ from trainer.ops.dropout import dropout
 
 
 class Shift(nnx.Module):
-    """Computes x + a product of the previous token + a bias that is not learned. Its cache is the last token."""
+    """Computes x + a product of the previous token + a fixed bias. The cache is the last token."""
 
     PARAMETER_NAMES = {"mix": "shift"}
     logit_factors = None  # it has no attention
@@ -39,7 +39,7 @@ class Shift(nnx.Module):
 
 
 def stacks(config):
-    """Returns shifts, followed by (layers - 1) / 2 pairs of a Llama block and a shift."""
+    """Returns a stack of one shift, then a stack of (layers - 1) / 2 pairs of a Llama block and a shift."""
     pairs = (config.base_num_decoder_layers - 1) // 2
     return [Stack("shift_layers", (Shift,), 1), Stack("layers", (llama2.Block, Shift), pairs)]
 

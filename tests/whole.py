@@ -1,17 +1,17 @@
-"""Which tests a run of the whole suite leaves out, because others cover nearly the same.
+"""Selects the tests of a run of the whole suite, which leaves out tests that others nearly cover.
 
-`python -m pytest -n 2` leaves them out and says how many, `--tests=rest` runs only them, `--tests=all` runs all. A run
-of tests that the command line names leaves nothing out, unless it has `--tests=usual`, too. `--share=2/3` runs the
-tests of the second of each three files. The tests that are left out take longer than the others, so CI runs a third of
-them, the next third at the next commit.
+`python -m pytest -n 2` leaves these tests out and prints their number, `--tests=rest` runs only them, and
+`--tests=all` runs all tests. If the command line names tests, nothing is left out unless it has `--tests=usual`, too.
+`--share=2/3` runs the second of every three test files. The tests left out take longer than the others, so CI runs a
+third of them at each commit, in turn.
 
 Left out are
-- cases of the three combinations between the first and the last one. In all five the update has the same text
-  (test_five_combinations.py), the initial parameters are equal, and the codec permutes leaves (test_codec.py), so two
-  of them represent all from end to end;
-- tests with the mark `rest(covered_by="unit/state/test_host.py; fp8")`, which says what still runs: files in tests/, or
-  other tests and cases of the same file. With `cases=("bfloat16", "int8-8")` only these cases of a parametrized test:
-  those that have the values of a case, joined by hyphens, in their name.
+- cases of the three combinations between the first and the last one. In all five combinations the update has the same
+  text (test_five_combinations.py), the initial parameters are equal, and the codec only permutes leaves
+  (test_codec.py), so two combinations represent all of them end to end;
+- tests with the mark `rest(covered_by="unit/state/test_host.py; fp8")`. `covered_by` names what still runs: files in
+  tests/, or other tests and cases of the same file. `cases=("bfloat16", "int8-8")` leaves out only some cases of a
+  parametrized test: those whose name contains bfloat16, or int8 and 8 joined by a hyphen.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def _has(item: pytest.Item, cases: tuple[str, ...]) -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makeitem() -> Iterator[None]:
-    """Fails where a mark of a test, whose cases were made, does not say what covers it or has a case that is none."""
+    """Fails on a mark `rest` without `covered_by`, or with a case that the test does not have."""
     made = yield
     tests = made if isinstance(made, list) else []
     for test in tests:
@@ -51,14 +51,14 @@ def pytest_pycollect_makeitem() -> Iterator[None]:
             if mark.args or not mark.kwargs.get("covered_by") or not mark.kwargs.keys() <= {"covered_by", "cases"}:
                 raise pytest.Collector.CollectError(f"{name} takes covered_by, what still runs, and cases: {mark}")
             for case in mark.kwargs.get("cases", ()):
-                # Cases of several combinations do not exist once there is one.
+                # With a single combination, the cases named for other combinations do not exist.
                 if BETWEEN and not any(_has(other, (case,)) for other in tests):
                     raise pytest.Collector.CollectError(f"{name} has {case!r}, and no case of the test has this value")
     return made
 
 
 def is_whole(config: pytest.Config) -> bool:
-    """Returns whether the command line chooses no tests: by path, by name, by mark or by how they ended before."""
+    """Returns whether the command line selects no tests by path, name, mark or earlier failure."""
     chosen = any(getattr(config.option, name, None) for name in ("keyword", "markexpr", "lf"))
     return config.args_source is pytest.Config.ArgsSource.TESTPATHS and not chosen
 
@@ -84,7 +84,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: object) -> None:
-    """Of xdist: a worker leaves out what the first process would."""
+    """Hook of xdist: workers leave out the same tests as the main process."""
     node.workerinput["tests"] = node.config.option.tests
 
 
@@ -113,7 +113,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: object, error: object) -> None:
-    """Of xdist: each worker leaves out the same tests."""
+    """Hook of xdist: takes the number from any worker, because all leave out the same tests."""
     node.config.stash[_LEFT] = getattr(node, "workeroutput", {}).get("left", 0)
 
 

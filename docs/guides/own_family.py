@@ -1,6 +1,6 @@
-"""A family of one's own: the block in which attention and MLP read the same norm (Wang & Komatsuzaki 2021, GPT-J).
+"""A custom model family: a block in which attention and MLP read the same norm (GPT-J, Wang & Komatsuzaki 2021).
 
-The example of docs/guides/extending.md. It is named by import path:
+An example for docs/guides/extending.md. Select it by import path:
 
     python -m trainer.train base.yml decoder_block=docs.guides.own_family:FAMILY
 """
@@ -52,11 +52,11 @@ class ParallelBlock(nnx.Module):
         )
 
     def init_cache(self, rows: int, length: int):
-        """What sampling keeps of this layer."""
+        """Returns an empty key-value cache of this layer for sampling."""
         return self.self_attention.init_cache(rows, length)
 
     def __call__(self, x_bte, cache, context):
-        """One layer: [b, t, e] -> [b, t, e], and the cache with keys and values added."""
+        """Returns the layer's output, [b, t, e] -> [b, t, e], and the cache with keys and values added."""
         h = self.norm(x_bte)
         attended, cache = self.self_attention(h, cache, context.at(ATTENTION))
         h = attended + self.mlp(h, context.at(HIDDEN))
@@ -64,7 +64,7 @@ class ParallelBlock(nnx.Module):
         return sharding.constrain(out, RESIDUAL), cache
 
 
-# The matrix products are Llama's, and so are the FLOPs.
+# Same matrix products as Llama's block, so the same FLOPs.
 FAMILY = Family(
     lambda config: [Stack("layers", (ParallelBlock,), config.base_num_decoder_layers)], forward_flops_per_token
 )

@@ -1,6 +1,6 @@
-"""An objective of one's own, and a program that trains with it: focal loss (Lin et al. 2017, arXiv:1708.02002).
+"""A custom objective, and a program that trains with it: focal loss (Lin et al. 2017, arXiv:1708.02002).
 
-The example of docs/guides/extending.md. It takes the words of a command, of training or of trainer.parity:
+An example for docs/guides/extending.md. It takes the arguments of trainer.train or, after `parity`, of trainer.parity:
 
     python docs/guides/own_objective.py base.yml dataset_type=synthetic steps=20
     python docs/guides/own_objective.py parity base.yml left=nnx right=linen
@@ -29,17 +29,17 @@ from trainer.training.start import Start
 
 @dataclass(frozen=True)
 class Focal(NextToken):
-    """-(1 - p)^gamma log p of the next token, so that likely tokens count less. Its cross entropy is measured."""
+    """-(1 - p)^gamma log p of the next token, so likely tokens count less. `lm_loss` is the cross entropy."""
 
     gamma: float = 2.0
 
     def weights(self, batch):
-        """The divisors of the two terms: both are means over the tokens with a loss."""
+        """Returns the divisor of both terms: the number of tokens with a loss."""
         _, tokens = super().weights(batch)
         return Weights({"focal_loss": tokens, "lm_loss": tokens}, tokens)
 
     def sums(self, params, rest, batch, key, capture=(), sampled=None):
-        """The sums of the two terms over `batch`; the first one is minimized."""
+        """Returns the sums of both terms over `batch`; training minimizes `focal_loss`."""
         hidden, sown = hidden_states(self.apply, params, rest, batch, key, capture, sampled)
         log_p = target_log_probs(self.apply, params, rest, hidden, batch["targets"], self.tiling).target
         bears_loss = batch["targets_segmentation"] != 0
@@ -52,13 +52,13 @@ class Focal(NextToken):
 
 
 def make_objective(config: Any, model: Any) -> Focal:
-    """The argument of `training.build`."""
+    """Returns the objective; the argument `make_objective` of `build`."""
     return Focal(model.apply, tiling=make_tiling(config, model))
 
 
 @exit_on_user_error
 def main(words: Sequence[str]) -> None:
-    """Trains as the command `words` says, without checkpoints, and prints a line for each step and evaluation."""
+    """Trains with the arguments `words`, without checkpoints, and prints a line for each step and evaluation."""
 
     def show(row: Mapping[str, Any]) -> None:
         print(" ".join(f"{name}={row[name]:.5g}" for name in ("step", "loss", "lm_loss", "eval_loss") if name in row))

@@ -1,6 +1,6 @@
-"""An optimizer of one's own: Signum, the sign of an average of gradients (Bernstein et al. 2018, arXiv:1802.04434).
+"""A custom optimizer: Signum, the sign of averaged gradients (Bernstein et al. 2018, arXiv:1802.04434).
 
-The example of docs/guides/extending.md, as src/trainer/optim/signum.py would be.
+An example for docs/guides/extending.md. In the repository it would be src/trainer/optim/signum.py.
 """
 
 from typing import Any
@@ -12,11 +12,13 @@ from trainer.optim.keys import Given
 
 
 def signum(keys: Any, given: Given) -> optax.GradientTransformation:
-    """-learning_rate x (sign(m) + signum_weight_decay x parameter), with m = b x m + (1 - b) x gradient, b = signum_b1.
+    """Returns the update -learning_rate x (sign(m) + signum_weight_decay x parameter).
+
+    m = signum_b1 x m + (1 - signum_b1) x gradient is the average of gradients.
 
     Args:
-      keys: the keys that `TRAITS` lists for it, as attributes.
-      given: the learning rate's schedule, and which parameters decay.
+      keys: the keys that `TRAITS` lists for this optimizer, as attributes.
+      given: the learning rate schedule, and the mask of parameters with weight decay.
     """
     return optax.chain(
         optax.ema(keys.signum_b1, debias=False, accumulator_dtype=jnp.dtype(keys.mu_dtype)),

@@ -1,4 +1,4 @@
-"""A product of your own: low-rank adapters (Hu et al. 2021, arXiv:2106.09685) for queries and for experts of Mixtral.
+"""A custom product: low-rank adapters (Hu et al. 2021, arXiv:2106.09685) for the queries and experts of Mixtral.
 
     python -m trainer.train base.yml decoder_block=docs.guides.own_product:FAMILY num_experts=4 \
         base_moe_mlp_dim=256 trainable_parameters_mask=[product] dataset_type=synthetic steps=20
@@ -18,7 +18,7 @@ RANK = 4
 
 
 class Adapter(nnx.Module):
-    """The plain product, and a low-rank product that starts as zero."""
+    """The plain product plus a low-rank product, which is initially zero."""
 
     def __init__(self, kernel: Kernel, *, rngs: nnx.Rngs):
         groups = (kernel.groups,) if kernel.groups else ()
@@ -34,7 +34,7 @@ class Adapter(nnx.Module):
 
 
 class GroupedAdapter(Adapter):
-    """The same for matrices of experts."""
+    """`Adapter` for the stacked matrices of experts."""
 
     def __call__(self, x, kernel, sizes, context):
         low = grouped_product(x, self.down.get_value(), sizes)
@@ -42,7 +42,7 @@ class GroupedAdapter(Adapter):
 
 
 def products(config):
-    """Returns the rules: the first pattern that matches the canonical name of a matrix counts."""
+    """Returns pairs of a pattern and a product. The first pattern that matches a matrix's canonical name applies."""
     return [("self_attention/query/kernel", Adapter), ("MoeBlock_0/wi_0", GroupedAdapter)]
 
 

@@ -1,6 +1,6 @@
-"""A team's own block, written directly in Linen, and the NNX block that replaces it.
+"""A custom block written directly in Linen, and the NNX block that replaces it.
 
-The example of docs/guides/migrating.md. Both are named by import path:
+An example for docs/guides/migrating.md. Select either block by import path:
 
     python -m trainer.train base.yml decoder_block=docs.guides.team_block:NNXBlock
 """
@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from flax import linen, nnx
 
 INIT = jax.nn.initializers.lecun_normal()
-# Logical names of a kernel's axes: from and to the residual stream.
+# Logical axes of a kernel that reads from (UP) or writes to (DOWN) the residual stream.
 UP, DOWN = ("embed", "mlp"), ("mlp", "embed")
 
 
 def attend(q_bthd: jax.Array, k_bthd: jax.Array, v_bthd: jax.Array, segment_bt: jax.Array) -> jax.Array:
-    """Causal attention within documents, [b, t, heads, d]; segment 0 is padding."""
+    """Returns causal attention within documents, [b, t, heads, d]. segment_bt: document of each token; 0 is padding."""
     length = segment_bt.shape[1]
     seen = jnp.tril(jnp.ones((length, length), bool)) & (segment_bt[:, :, None] == segment_bt[:, None, :])
     scores = jnp.einsum("bthd,bshd->bhts", q_bthd, k_bthd) * q_bthd.shape[-1] ** -0.5
@@ -26,7 +26,7 @@ def attend(q_bthd: jax.Array, k_bthd: jax.Array, v_bthd: jax.Array, segment_bt: 
 
 
 def linen_dense(features: int, names: tuple[str, str], name: str) -> linen.Dense:
-    """A dense layer whose kernel is sharded by the logical names of its axes."""
+    """Returns a dense layer with a kernel that is sharded by the logical axes `names`."""
     return linen.Dense(features, kernel_init=linen.with_logical_partitioning(INIT, names), name=name)
 
 
@@ -37,7 +37,7 @@ class LinenBlock(linen.Module):
 
     @linen.compact
     def __call__(self, x, cache, context):
-        """One layer: [b, t, e] -> [b, t, e]. `context`: see `trainer.products.context.Context`."""
+        """Returns x after the layer, [b, t, e], and `cache` unchanged. `context` is a `products.context.Context`."""
         heads, head_dim = self.config.base_num_query_heads, self.config.head_dim
         h = linen.LayerNorm(name="ln_1")(x)
         q, k, v = jnp.split(linen_dense(3 * heads * head_dim, UP, "c_attn")(h), 3, axis=-1)
@@ -49,14 +49,14 @@ class LinenBlock(linen.Module):
 
 
 def nnx_linear(inputs: int, features: int, names: tuple[str, str], rngs: nnx.Rngs) -> nnx.Linear:
-    """See `linen_dense`."""
+    """The NNX version of `linen_dense`."""
     return nnx.Linear(inputs, features, kernel_init=nnx.with_partitioning(INIT, names), rngs=rngs)
 
 
 class NNXBlock(nnx.Module):
     """The same block in NNX, with better names."""
 
-    # Maps names in this block to names in the block that it replaces.
+    # From names in this block to names in LinenBlock.
     PARAMETER_NAMES = {
         "attention_norm": "ln_1",
         "qkv": "c_attn",
@@ -82,7 +82,7 @@ class NNXBlock(nnx.Module):
         return x + self.mlp_out(jax.nn.gelu(self.mlp_in(self.mlp_norm(x)))), cache
 
     def attend(self, x, segments):
-        """x + attention(norm(x))."""
+        """Returns x + attention(norm(x))."""
         q, k, v = jnp.split(self.qkv(self.attention_norm(x)), 3, axis=-1)
         q, k, v = (a.reshape(*a.shape[:2], self.heads, self.head_dim) for a in (q, k, v))
         h = attend(q, k, v, segments).reshape(*x.shape[:2], self.heads * self.head_dim)
@@ -90,7 +90,7 @@ class NNXBlock(nnx.Module):
 
 
 class NNXBlockWithABug(NNXBlock):
-    """A translation with one bug: GELU is exact, but Linen's is the tanh approximation."""
+    """A translation with one bug: it computes exact GELU, but `linen.gelu` is the tanh approximation."""
 
     def __call__(self, x, cache, context):
         """See `LinenBlock`."""

@@ -1,9 +1,9 @@
 """`python -m trainer.distill [base.yml] teacher_path=FOLDER key=value ... [--show N]`: trains a student on a teacher.
 
-With save_teacher_logits=FOLDER it saves the teacher's logits instead, and teacher_logits_path=FOLDER trains from them.
-With distill_rollouts=true the student writes the texts, as in `trainer.grpo`. Otherwise it is `trainer.train`, or with
-use_sft=true `trainer.sft`, with a second model in the objective. Checkpoints, meshes, combinations and reports are the
-same.
+The command works like `trainer.train`, or with use_sft=true like `trainer.sft`, but its objective also uses the
+teacher. Checkpoints, meshes, supported combinations of keys, and reports are the same. With distill_rollouts=true, the
+student generates the texts, as in `trainer.grpo`. With save_teacher_logits=FOLDER, the command saves the teacher's
+logits instead of training; teacher_logits_path=FOLDER trains from saved logits.
 """
 
 import dataclasses
@@ -34,12 +34,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = unchecked(keys, os.environ)
     shows = any(word.partition("=")[0] == sft.SHOW for word in words)
     if shows and not config.use_sft and not question(words):
-        raise UserError(f"{sft.SHOW} shows conversations, and this command trains on documents; leave it out")
+        raise UserError(f"{sft.SHOW} shows conversations, but this command trains on documents; leave it out")
     kind = CONVERSATIONS if config.use_sft else ROLLOUTS if config.distill_rollouts else DOCUMENTS
     if config.save_teacher_logits:
         if shows or DRY_RUN in words:
             option = sft.SHOW if shows else DRY_RUN
-            raise UserError(f"{option} is for training; leave it out, or save_teacher_logits")
+            raise UserError(f"{option} is for training, which save_teacher_logits replaces; leave out one of them")
         run_command(words, dataclasses.replace(kind, instead=_save))
     elif kind is CONVERSATIONS:
         sft.run(words, kind, sft.show)
@@ -81,7 +81,7 @@ def _prepare_documents(loaded: Loaded, say: Callable[[str], None]) -> Mapping[st
 def _prepare_conversations(loaded: Loaded, say: Callable[[str], None]) -> Mapping[str, Any]:
     found: dict[str, Any] = {}
     steps = [sft.prepare, _prepare_documents]
-    if not loaded.config.load_parameters_path:  # a new student, which has the teacher's tokenizer
+    if not loaded.config.load_parameters_path:  # a new student uses the teacher's tokenizer
         steps.reverse()
     for step in steps:
         found |= step(loaded, say)

@@ -1,7 +1,7 @@
 """`python -m trainer.dpo [base.yml] key=value ... [--show N]`: trains a language model to prefer one answer to another.
 
-It is `trainer.train` with a different record encoder and objective. Checkpoints, meshes, combinations and reports are
-the same.
+The command works like `trainer.train` with a different record encoder and objective. Checkpoints, meshes, supported
+combinations of keys, and reports are the same.
 """
 
 from collections.abc import Callable, Sequence

@@ -28,8 +28,8 @@ FROM     a run's folder or one of its checkpoints/N, a Hugging Face model direct
          trainer.export. The model's keys come from it. A MaxText checkpoint does not contain them: use the second form.
 tasks    text           loss, perplexity and bits per byte of the data given by dataset_type and its keys
          FILE.jsonl     questions with answers or choices, one per line
-         FILE.yml       either of them with settings (kind: text, kind: questions), or a file of lm-eval
-         NAME           a task of lm-eval with data on this machine
+         FILE.yml       a task with settings (kind: text, questions, reasoning-gym or programs), or an lm-eval task file
+         NAME           a task of lm-eval; its data must be on this machine
 output   a folder for the scores and for all questions and answers; default: the next free number in
          base_output_directory/evaluations
 weights  for a run with ema_decay: ema (default), the average of the parameters, or raw
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _evaluate(loaded: Loaded, specs: Sequence[Spec], average: bool, output: Path | None, started: float) -> None:
-    """Every process runs every batch; only the first process writes."""
+    """Runs the tasks and writes their results. Every process runs every batch; only the first process writes."""
     from trainer.chat.encoder import Prompts
     from trainer.config.files import by_hand
     from trainer.evaluation.model import EvaluatedModel, TooLong

@@ -36,18 +36,20 @@ format  hf: a Hugging Face model directory, config.json and safetensors
         peft: the adapters and other trained parameters of a run with LoRA, as a folder of Hugging Face's PEFT
         gguf: one new file for llama.cpp, Ollama and others, with tokenizer, chat template and end tokens. dtype is the
         type of the matrices; with q4_0 and q4_1, token tables have eight bits. Needs the extra gguf
-dtype   of the output; default: as stored in FROM. Weights quantized by trainer.quantize stay quantized in params, and
-        in hf, in the layout of compressed-tensors; with dtype, and in maxtext and gguf, they are dequantized first
+dtype   of the output; default: as stored in FROM. Weights quantized by trainer.quantize stay quantized in params and,
+        in the layout of compressed-tensors, in hf; in maxtext and gguf, and with dtype, they are dequantized first
 like    with format=hf: a Hugging Face model directory that contains FROM as its text model, and more, such as a vision
         tower: OUT is this directory with the text model's tensors replaced
 weights for a run with ema_decay: raw, the trained parameters (default), or ema, their average, which is stored in
         float32; frozen parameters have no average and are exported unchanged
 key     keys of the model, as for trainer.train. They default to FROM's config.json or config.yml; a MaxText checkpoint
         has neither, so give model_name=... or each key. rope_interleave is converted. max_target_length=... is
-        written as max_position_embeddings. Give the flags of the module system if the block is a Linen module.
+        written as max_position_embeddings. For a Linen block, also give enable_nnx,
+        pure_nnx_decoder and pure_nnx.
 load_parameters_path   for adapters: the current path of their base, if it has moved, or if PEFT names another path
 Weights that weight_sparsity_n masks are zero in hf and maxtext; params also contains the masks.
-Copies tokenizer files next to FROM, and its settings for end tokens, lengths and sampling (generation_config.json).
+Copies the tokenizer files next to FROM, and FROM's settings for end tokens, lengths and sampling
+(generation_config.json).
 --help SECTION and --explain KEY explain the keys."""
 
 
@@ -108,8 +110,8 @@ def _opened(source: str, options: dict[str, str], keys: Sequence[str]) -> tuple[
     checkpoint = open_source(source, given.get("decoder_block", ""), average=average, base=base)
     if base and not isinstance(checkpoint, WithAdapters):
         raise UserError(
-            f"load_parameters_path={base} says where the base of adapters is, but {source} has no adapters; "
-            "leave it out"
+            f"load_parameters_path={base} is the base of adapters, but {source} has no adapters; leave "
+            "load_parameters_path out"
         )
     # Quantized weights are written quantized if the format supports it and no dtype is given.
     floats = options["format"] in ("maxtext", "gguf") or "dtype" in options
@@ -118,14 +120,14 @@ def _opened(source: str, options: dict[str, str], keys: Sequence[str]) -> tuple[
     if floats and config.checkpoint_is_quantized:
         raise UserError(
             "checkpoint_is_quantized=true: format=maxtext, gguf and dtype=... write floats; leave "
-            "checkpoint_is_quantized out, or these"
+            "checkpoint_is_quantized out, or use another format without dtype"
         )
     check_words(checkpoint.keys, keys, config, str(checkpoint.path))
     return checkpoint, config
 
 
 def _about(checkpoint: Any) -> Any:
-    """Returns `Source.about`; for a checkpoint without it, such as MaxText's, the `About` of the tokenizer."""
+    """Returns `Source.about`, or the `About` of the tokenizer if the checkpoint has none, such as MaxText's."""
     from trainer.config.tokenizer_files import has_tokenizer
     from trainer.data.tokenizer_files import load_tokenizer
     from trainer.leaves.about import TOKENS
@@ -138,13 +140,13 @@ def _about(checkpoint: Any) -> Any:
     try:
         tokenizer = load_tokenizer(str(folder), "auto", add_bos=True, add_eos=True)
     except UserError as error:
-        print(f"{error}\n  so the tokens that end a text are not known, and not written")
+        print(f"{error}\n  so the tokens that end a text are unknown and not written")
         return about
     return about_tokenizer(tokenizer.bos, tokenizer.eos).under(about)
 
 
 def _export_adapters(source: str, out: Path, options: dict[str, str], words: list[str]) -> None:
-    """Writes only the adapters. A run describes their model; for a PEFT folder, the base does."""
+    """Writes only the adapters. The keys of their model come from the run, or from the base of a PEFT folder."""
     from trainer.weights.about_files import copy_beside
     from trainer.weights.model_keys import as_words, check_words, model_config
     from trainer.weights.open import open_adapters, open_source, weight_shapes
@@ -165,8 +167,8 @@ def _export_adapters(source: str, out: Path, options: dict[str, str], words: lis
     place = base or adapters.origin.path
     if place and "://" not in place and local_path(place).is_dir() and getattr(open_source(place), "text", None):
         print(
-            f"the adapters have the names of the text model alone, which peft does not find in {visible(place)}; "
-            "trainer.export format=hf writes that model"
+            "the adapters have the parameter names of the text model alone, which peft does not find in "
+            f"{visible(place)}; trainer.export format=hf writes the text model alone"
         )
     with new_folder(out) as partial:
         write_peft(
@@ -254,7 +256,8 @@ def _report(out: Path, options: dict[str, str], parameters: int) -> None:
 
 
 def _maxtext_line(out: Path, options: dict[str, str], config: Config, length: dict[str, int]) -> str:
-    """Returns the command with which MaxText loads the output, because a checkpoint does not describe its model."""
+    """Returns a message with the keys that MaxText needs to load the output, because a checkpoint does not describe its
+    model."""
     from trainer.leaves.orbax import ITEMS
     from trainer.weights.maxtext.model_arguments import maxtext_keys
     from trainer.weights.maxtext.write import STEP

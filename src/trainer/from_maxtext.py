@@ -1,4 +1,4 @@
-"""`python -m trainer.from_maxtext '<a MaxText command line>'`: prints our command for it, a verdict for each key."""
+"""`python -m trainer.from_maxtext '<a MaxText command line>'`: prints our command, and a verdict for each key."""
 
 import sys
 import textwrap
@@ -19,14 +19,14 @@ Prints the command of this trainer for a MaxText command, and a verdict for each
   same       the key has the same meaning here
   differs    the same key, with the difference in its meaning
   no effect  the key is accepted, but has no effect under the other settings
-  needless   left out of the printed command; with the reason
-  renamed    the key to write instead
-  refused, not yet, never, unknown   the command stops at this key; what to do
-The text is parsed as bash does, with quotes, line continuations, and the variables and arrays set before the command;
-unsupported syntax is refused by name. M_KEY=value is a key, too. Without quotes the words may follow directly.
-VERSION is 0.2.5, or 0.2.4 for this and earlier versions; by default it follows from keys that only one version has.
-0.2.5 has no flags, is nnx, and has the default dataset_type synthetic instead of tfds. Values such as $STEPS are not
-known here and not checked.
+  needless   the key is left out of the printed command, for the reason given
+  renamed    the key has another name here, which is given
+  refused, not yet, never, unknown   the command cannot run with this key; with what to do instead
+The text is parsed as in bash, with quotes, line continuations, and the variables and arrays set before the command;
+unsupported syntax is refused by name. M_KEY=value sets a key, too. The quotes around the command may be omitted.
+VERSION is 0.2.5, or 0.2.4 for this and earlier versions; by default it is detected from keys that only one version has.
+0.2.5 has NNX models only, no flags to select Linen, and the default dataset_type=synthetic instead of tfds. Values such
+as $STEPS are unknown here and not checked.
 
 Exit code: 0 if the printed command is valid and means the same as MaxText's, apart from the differences that are
 printed, 2 if not."""
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if replacement is None:
         last = command.module.rpartition(".")[2]
         raise UserError(
-            f"{shortened(command.module)}: no program of MaxText that is known here{nearest(last, programs())}; "
+            f"{shortened(command.module)} is not a known program of MaxText{nearest(last, programs())}; "
             "trainer.train, train_compile, generate, export, parity and shardings are the programs here"
         )
     if not replacement.runs:
@@ -75,7 +75,7 @@ def _print(made: Conversion) -> None:
         for line in _table(kind, rows, wide):
             print(line)
     if made.notes:
-        print("\nnotes that it prints at its start:")
+        print("\nnotes that it prints when it starts:")
         for note in made.notes:
             print(textwrap.fill(note, _WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False))
     if variables := unchecked(made.words):
@@ -87,7 +87,7 @@ def _print(made: Conversion) -> None:
 
 
 def _table(kind: str, rows: Sequence[Row], wide: int) -> list[str]:
-    """Returns the rows of one kind. Rows without a text are joined into one list."""
+    """Returns the lines for the rows of one kind. Rows without a text are joined into one list."""
     bare = ", ".join(shortened(row.given) for row in rows if not row.text)
     indent = " " * (_KIND + 2)
     lines = textwrap.wrap(bare, _WIDTH - len(indent), break_long_words=False, break_on_hyphens=False)
@@ -109,7 +109,7 @@ def _stopped(rows: Sequence[Row], problems: Sequence[str]) -> str:
         textwrap.fill(line, _WIDTH, subsequent_indent="    ", break_on_hyphens=False) for line in (*lines, *problems)
     ]
     count = counted(len(rows) + len(problems), "mistake")
-    return "\n  ".join([f"{count} to answer before the printed command runs:", *wrapped])
+    return "\n  ".join([f"{count} to fix before the printed command can run:", *wrapped])
 
 
 if __name__ == "__main__":

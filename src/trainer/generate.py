@@ -1,4 +1,4 @@
-"""`python -m trainer.generate FROM [prompt=TEXT] [key=value ...]`: continue prompts with a trained model."""
+"""`python -m trainer.generate FROM [prompt=TEXT] [key=value ...]`: continues prompts with a trained model."""
 
 import json
 import os
@@ -32,8 +32,8 @@ FROM     a run's folder or one of its checkpoints/N, a Hugging Face model direct
          trainer.export. The model's keys come from it. A MaxText checkpoint does not contain them: use the second form.
 prompt   the text to continue; default: the prompt of base.yml
 prompts  a file with one prompt per line; - reads standard input; not together with prompt
-adapters runs with LoRA, or folders of PEFT, with FROM as their base: each prompt is continued with each of them, in one
-         batch. If FROM is a run with LoRA, its adapters are merged into its base
+adapters runs with LoRA, or folders of PEFT, with FROM as their base: each adapter continues each prompt, in one batch.
+         If FROM is a run with LoRA, its adapters are merged into its base
 format   text (default), or jsonl: a line of JSON for each prompt, with prompt, text (the continuation), adapter,
          tokens, log_probs (of each token, at temperature 1) and end: stop (a token that ends texts) or length
 weights  for a run with ema_decay: ema (default), the average of the parameters, or raw
@@ -92,10 +92,10 @@ class _Text(NamedTuple):
 
     prompt: str
     tokens: list[int]  # of the prompt
-    adapter: str  # the path; "" for none
+    adapter: str  # the adapter's path; "" for none
 
     def row(self) -> dict[str, Any]:
-        """Returns the first fields of the text's JSON line."""
+        """Returns the text's JSON line, still without generated tokens."""
         adapter = {"adapter": self.adapter} if self.adapter else {}
         return {"prompt": self.prompt, **adapter, "text": "", "tokens": [], "log_probs": []}
 
@@ -109,7 +109,8 @@ def _generate(
     as_json: bool,
     started: float,
 ) -> None:
-    """Every process runs every step; only the first writes. Averages of adapters replace the adapters, unless `raw`."""
+    """Continues the prompts. Every process runs every step; only the first process writes. Unless `raw`, adapters with
+    an average are replaced by it."""
     from trainer.config.files import by_hand
     from trainer.inference.max_engine import MaxEngine
     from trainer.inference.scheduler import Scheduler
@@ -158,7 +159,7 @@ def _chat(loaded: Loaded, tokenizer: Any, say: Callable[[str], None]) -> Any:
     if not loaded.config.use_chat_template:
         if (template := tokenizer.chat_template) and "use_chat_template" not in loaded.changed:
             say(
-                f"{template.where} has a chat template, which is not applied: prompts are continued as they are; "
+                f"{template.where} has a chat template, which is not applied: prompts are continued unchanged; "
                 "use_chat_template=true applies it"
             )
         return None
@@ -166,7 +167,7 @@ def _chat(loaded: Loaded, tokenizer: Any, say: Callable[[str], None]) -> Any:
 
     chat = Prompts(loaded.config, tokenizer, say)
     if not chat.stop_tokens():
-        say("the template ends no turn with a special token: answers end at the end of a document or at their length")
+        say("the template does not end turns with a special token: answers end with the document or at their limit")
     return chat
 
 
@@ -296,7 +297,7 @@ def _prompts(path: str) -> list[str]:
     # Not splitlines, which also splits at form feeds and some Unicode characters.
     prompts = [line for line in text.removeprefix("\ufeff").split("\n") if line.strip()]
     if not prompts:
-        raise UserError(f"prompts={path}: there is no prompt in it; one stands in each line")
+        raise UserError(f"prompts={path}: contains no prompt; write one prompt per line")
     return prompts
 
 

@@ -1,6 +1,7 @@
 """`python -m trainer.grpo [base.yml] key=value ...`: reinforcement learning from reward functions (GRPO).
 
-It is `trainer.train` with a different source of batches. Checkpoints, meshes, combinations and reports are the same.
+The command works like `trainer.train` with a different source of batches. Checkpoints, meshes, supported combinations
+of keys, and reports are the same.
 """
 
 from collections.abc import Callable, Sequence

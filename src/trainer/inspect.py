@@ -22,13 +22,13 @@ usage: python -m trainer.inspect PATH [norms=false | row=N | eval_row=N]
 PATH         a run's folder (its newest checkpoint) or one of its checkpoints/N, also in a bucket; the output of
              trainer.export format=params; a MaxText checkpoint (its run, N, or N/items); a Hugging Face directory; a
              GGUF file; one .safetensors file; a folder of trainer.prepare
-norms=false  read headers only: no norms, and checksums are not compared
+norms=false  read headers only: compute no norms and compare no checksums
 
-row=N        of a folder of trainer.prepare: row N, numbered from 0 through the components of a mixture in order: the
-             document of each segment, its place, its tokens, and which of them are trained
+row=N        for a folder of trainer.prepare: show row N: each segment's document, its positions in the row, its tokens,
+             and which tokens are trained. Rows are numbered from 0, through all components of a mixture in order
 eval_row=N   the same for a held-out row
 
-Prints kind, step, configuration, the position in the data, each parameter with its shape, dtype and norm, and the sizes
+Prints the kind, step, configuration, position in the data, each parameter with its shape, dtype and norm, and the sizes
 of all other state. For stacked layers, a line shows the norm of all layers and the range of the norms of single layers.
 Loads one array at a time."""
 _OPTIONS = "norms=", "row=", "eval_row="
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(line)
         return
     if row:
-        raise UserError(f"{path}: row=N is for a folder of trainer.prepare, and this folder has no {MANIFEST}")
+        raise UserError(f"{path}: row=N requires a folder of trainer.prepare, but this path has no {MANIFEST}")
     leave_out_absent_tpu()
     from trainer.weights.contents import contents_of
 
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _read_words(words: Sequence[str]) -> tuple[str, bool, tuple[int, bool] | None]:
-    """Returns the path, whether to print norms, and the wanted row with whether it is a held-out one."""
+    """Returns the path, whether to print norms, and the requested row or None: its number, whether it is held out."""
     options = dict(word.split("=", 1) for word in words if word.startswith(_OPTIONS))
     paths = [word for word in words if not word.startswith(_OPTIONS)]
     if len(paths) != 1 or paths[0].startswith("-") or len(options) > 1:
@@ -86,7 +86,7 @@ def _read_words(words: Sequence[str]) -> tuple[str, bool, tuple[int, bool] | Non
     for name in ("row", "eval_row"):
         if name in options:
             if not options[name].isdecimal():
-                raise UserError(f"{name}={shortened(options[name])}: give the number of a row, from 0 on")
+                raise UserError(f"{name}={shortened(options[name])}: give a row number, counted from 0")
             return paths[0], True, (int(options[name]), name == "eval_row")
     try:
         return paths[0], read_text(schema().keys["enable_checkpointing"], options.get("norms", "true")), None

@@ -27,27 +27,28 @@ Builds a program for each side from the shared keys and the side's keys, starts 
 gives both the left side's first batch, and compares parameters, activations by layer, loss, gradients, one update, and
 an update of the same parameters with a random optimizer state that resembles the middle of a run.
 
-left.KEY=VALUE   a key of base.yml on one side: flags, attention, remat_policy, dtype, the mesh, ...
+left.KEY=VALUE   sets a key of base.yml on one side: flags, attention, remat_policy, dtype, the mesh, ...
 right.KEY=VALUE  The keys for sources of parameters and batches cannot differ: both sides use the left side's.
-left=NAME        a combination of the three flags by name, also right=NAME; right=NAME,NAME and right=all: several
+left=NAME        selects a named combination of the flags for NNX and Linen on one side, and so does right=NAME;
+                 right=NAME,NAME and right=all compare the left side with several combinations
 record=FILE      writes a record of the left side: its configuration, batch, state and checksums of all compared arrays
-arrays=true      The record also contains the arrays, so that a comparison with it gives the sizes of differences.
-left=FILE        compares with a record, from another process, commit, version of JAX or machine; the configuration is
-                 the record's, and key=value changes it
+arrays=true      The record also contains the arrays, so that a comparison with it reports the sizes of differences.
+left=FILE        compares with a record, which may be from another commit, JAX version or machine; the configuration is
+                 the record's, with the changes of key=value
 CHECKPOINT       a run's folder, one of its checkpoints/N, or the output of trainer.export format=params
 rtol, atol       tolerances: two arrays are equal if their elements differ by at most atol, or by at most rtol times the
-                 largest magnitude in both; without them, and for integers, only equal bits are equal
+                 largest magnitude in both; without tolerances, and always for integers, all bits must be equal
 --json           print every array as JSON instead of the table
 
 Exit code: 0 equal, 1 not equal, 2 an error in the command. FLOPs, memory and program text do not affect it.
---help SECTION and --explain KEY answer about the keys, as in trainer.train.
-A side whose mesh sizes are all given as numbers takes that many devices; other sides take all devices."""
+--help SECTION and --explain KEY explain the keys, as in trainer.train.
+A side with all mesh sizes given as numbers uses that many devices; other sides use all devices."""
 
 
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None, **own: Any) -> None:
-    """Runs the command line `argv` (default: the arguments of the process). `own`: arguments of `training.build` for
-    every side, such as `make_objective`."""
+    """Runs the command line `argv` (default: the arguments of the process). `own`: arguments of
+    `training.build` for both sides, such as `make_objective`."""
     words = command_line(argv)
     if (asked := question(words)) and asked.section == "":
         print(HELP)
@@ -84,9 +85,9 @@ def _options(words: list[str]) -> tuple[dict[str, Any], list[str]]:
         elif word != "--json":
             rest.append(word)
     if "arrays" in options and "record" not in options:
-        raise UserError("arrays: only a record has arrays; add record=FILE.safetensors")
+        raise UserError("arrays: this option applies only to a new record; add record=FILE.safetensors")
     if "record" in options and (other := options.keys() & {"rtol", "atol", LEFT} or {"--json"}.intersection(words)):
-        raise UserError(f"record: a record is of one side, without a comparison; leave out {', '.join(sorted(other))}")
+        raise UserError(f"record: recording a side compares nothing; leave out {', '.join(sorted(other))}")
     return options, rest
 
 
@@ -108,7 +109,7 @@ def _record(words: Sequence[str], options: Mapping[str, Any], own: Mapping[str, 
     """Writes a record of the left side."""
     left, *rights = load_sides(words, os.environ)
     if rights and {"right"}.intersection(word.partition("=")[0].partition(".")[0] for word in words):
-        raise UserError("record: a record is of the left side; leave out the words of the right side")
+        raise UserError("record: only the left side is recorded; leave out the arguments for the right side")
     left = replace(left, name=combination(left.loaded.config))
     _before([left])
     import jax
@@ -142,7 +143,7 @@ def _compare(words: Sequence[str], options: Mapping[str, Any], own: Mapping[str,
 
         record = Record(options[LEFT])
         if record.unknown:
-            _say(f"keys of the record that are unknown here, and left out: {', '.join(record.unknown)}")
+            _say(f"ignored keys of the record, which this version does not have: {', '.join(record.unknown)}")
         if given and not record.has_arrays:
             raise UserError(
                 f"{', '.join(given)}: {record.path} has checksums instead of arrays; record with arrays=true"
@@ -168,7 +169,7 @@ def _compare(words: Sequence[str], options: Mapping[str, Any], own: Mapping[str,
 
 
 def _before(sides: Sequence[Side]) -> None:
-    """Prints notes on the sides, prepares the process for JAX. Raises UserError if a side needs several processes."""
+    """Prints notes and warnings, and prepares for JAX. Raises UserError if a side needs several processes."""
     for line in dict.fromkeys(line for side in sides for line in (*side.loaded.notes, *side.loaded.warnings)):
         _say(line)
     if any(side.loaded.config.num_processes > 0 for side in sides):

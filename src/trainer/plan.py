@@ -1,5 +1,5 @@
 """`python -m trainer.plan base.yml model_name=NAME compile_topology=v5e-16 [search.KEY=a,b] [key=value ...]`: finds the
-mesh, batch and rematerialization that fit the devices and are fastest, by the compiler for these devices."""
+fastest mesh, batch and rematerialization that fit the devices, according to the compiler for these devices."""
 
 import gc
 import itertools
@@ -30,7 +30,7 @@ from trainer.runtime.platforms import prepare_to_compile
 from trainer.runtime.signals import handled
 
 _SEARCH = "search."
-# Keys that a space cannot vary: they select the devices, the model's other keys, or nothing of the step.
+# Keys that a space cannot vary: they select the devices or the model's other keys, or do not affect the step.
 _NOT_SEARCHED = (
     *("compile_topology", "compile_topology_num_slices", "model_name", "load_parameters_path", "load_full_state_path"),
     *("global_parameter_scale", "run_name", "base_output_directory", "hardware"),
@@ -39,7 +39,7 @@ _NOT_SEARCHED = (
 
 
 class Words(NamedTuple):
-    """A command line: the words of the configuration, and those of the plan."""
+    """A parsed command line: the arguments for the configuration, in `config`, and the options of the plan."""
 
     config: list[str]
     search: dict[str, list[Any]]
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     words = read_words(given)
     begun = begin(words.config, os.environ)
     prepare_to_compile(begun.config.compile_topology)
-    # The command line has been checked by itself. The following code loads JAX.
+    # All checks that do not need JAX are done. The following code loads JAX.
     from trainer.aot.report import DOES_NOT_FIT
     from trainer.planning.answer import answer_json, answer_text, larger_text
     from trainer.planning.candidate import FAILED, FITS
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if words.json:
             print(json.dumps(answer_json(search, space, words.config, *larger), indent=1), flush=True)
 
-    # Ctrl-C prints the best so far, and the same command continues.
+    # Ctrl-C prints the best results so far. Running the same command again continues the search.
     with closed_at_interrupt(close), handled((signal.SIGTERM, signal.SIGHUP), _end):
         run_and_tell(search, say)
         outcomes = {candidate.outcome for candidate in search.candidates}
@@ -97,12 +97,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _end(number: int, frame: Any) -> None:
-    """Ends this process by an exception, so that a compilation in another process is ended, too."""
+    """Raises an exception, so that the cleanup also ends a compilation that runs in another process."""
     raise SystemExit(128 + number)
 
 
 def _question(words: Words, loaded: Loaded, say: Callable[[str], None]) -> tuple[Any, Any]:
-    """Returns the space of a question, and its search."""
+    """Returns the space of configurations that the command line describes, and the search of this space."""
     from trainer.aot.topologies import devices_of, topology_of
     from trainer.planning.compilation import Compiler
     from trainer.planning.journal import Journal, default_path
@@ -124,10 +124,10 @@ def _question(words: Words, loaded: Loaded, say: Callable[[str], None]) -> tuple
 
 
 def read_words(given: Sequence[str]) -> Words:
-    """Returns the words of a command line, sorted by their reader.
+    """Parses a command line.
 
     Raises:
-      UserError: a word of the plan has no valid value.
+      UserError: an option of the plan has an invalid value.
     """
     config: list[str] = []
     search: dict[str, list[Any]] = {}
@@ -156,12 +156,12 @@ def _count(name: str, text: str) -> int:
 
 
 def _values(word: str, name: str, text: str) -> list[Any]:
-    """Returns the values of search.KEY=a,b. A list is written in brackets: search.KEY=[a,b],[c]."""
+    """Returns the values of search.KEY=a,b. If the values are lists, they have brackets: search.KEY=[a,b],[c]."""
     key: Key | None = schema().keys.get(name)
     if key is None:
         raise UserError(f"{shortened(word)}: there is no key {shortened(name)}{nearest(name, schema().keys)}")
     if name in _NOT_SEARCHED or key.kind is dict:
-        raise UserError(f"{shortened(word)}: a plan does not choose this key; give {name}=VALUE")
+        raise UserError(f"{shortened(word)}: a plan cannot vary this key; give {name}=VALUE")
     parts = _parts(key, text)
     if not text or not all(parts):
         raise UserError(f"{shortened(word)}: give the values to choose from, as in search.{name}=A,B")
@@ -179,7 +179,7 @@ def _values(word: str, name: str, text: str) -> list[Any]:
 
 
 def _parts(key: Key, text: str) -> list[str]:
-    """Returns the values in A,B. Those of a list key are lists: [a,b],[c]."""
+    """Splits A,B at its commas; for a list key, splits [a,b],[c] only at commas outside of brackets."""
     if key.kind is not list:
         return text.split(",")
     ends, depth = [-1], 0

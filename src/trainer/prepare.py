@@ -1,7 +1,7 @@
 """`python -m trainer.prepare [base.yml] key=value ... out=FOLDER`: prepares the data of a run, in several processes.
 
-The folder has all that training reads of its data: `trainer.train ... prepared_path=FOLDER`. If the command is
-interrupted, the same command continues.
+The folder contains all the data that `trainer.train ... prepared_path=FOLDER` reads. After an interruption, the same
+command continues.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     outs = [word.removeprefix(_OUT) for word in given if word.startswith(_OUT)]
     beams = [word.removeprefix(_BEAM) for word in given if word.startswith(_BEAM)]
     if not outs or not outs[-1]:
-        raise UserError("out=FOLDER is missing: the folder to write, for prepared_path=FOLDER of a training command")
+        raise UserError("out=FOLDER is missing: give the folder to write; training reads it with prepared_path=FOLDER")
     if "://" in outs[-1]:
         raise UserError(f"{_OUT}{shortened(outs[-1])}: only a local folder can be written; copy it afterwards")
     place = local_path(outs[-1], _OUT).absolute()
@@ -63,12 +63,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _loaded(words: Sequence[str]) -> tuple[Loaded, Kind]:
-    """Returns the configuration, and the command that trains on its rows. Raises UserError if it has no such rows."""
+    """Returns the configuration, and the command that trains on its rows. Raises UserError if none need preparing."""
     config = unchecked(words, os.environ)
     kind = SFT if config.use_sft else DPO if config.use_dpo else TRAIN
     problem = None
     if config.prepared_path:
-        problem = f"prepared_path={shortened(config.prepared_path)}: its data are prepared; leave it out"
+        problem = f"prepared_path={shortened(config.prepared_path)}: its data are already prepared; leave it out"
     elif config.use_grpo:
         problem = "use_grpo=true: trainer.grpo reads its prompts directly; there is nothing to prepare"
     elif config.data_pipeline == "streaming":
@@ -90,7 +90,7 @@ def _loaded(words: Sequence[str]) -> tuple[Loaded, Kind]:
 
 
 def _begin(place: Path, config: Config) -> None:
-    """Writes the keys into a new folder, or compares them with the keys of a folder that an earlier command began."""
+    """Writes `config` to a new folder, or compares it with the configuration that an earlier command wrote there."""
     if (place / CONFIG).is_file():
         check_folder(place)
         if not any(path.is_dir() for path in place.iterdir()):  # the earlier command failed before it prepared anything
@@ -136,7 +136,7 @@ def _prepare(config: Config, place: Path, kind: Kind, beam: str | None) -> str:
             then, _ = read_place(place)
             if then.identity != prepared.identity:
                 raise UserError(f"{place} has rows of other documents: the files have changed; choose another folder")
-            evaluation = prepared.evaluation or then.evaluation  # eval_interval=-1 prepares none
+            evaluation = prepared.evaluation or then.evaluation  # eval_interval=-1 prepares no evaluation
             prepared = dataclasses.replace(prepared, evaluation=evaluation)
         with _written(place):
             write_place(place, prepared, opened.tokenizer, config)

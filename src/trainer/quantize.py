@@ -28,17 +28,17 @@ usage: python -m trainer.quantize FROM OUT quantization={"|".join(STORED_DTYPES)
 FROM    the same as load_parameters_path: a run's folder or one of its checkpoints/N, a Hugging Face model directory,
         a GGUF file, the output of trainer.export; a MaxText checkpoint's tree (.../N/items)
 OUT     a new or empty folder, for load_parameters_path and trainer.generate
-weights for a run with ema_decay: ema (default), the average of the parameters, or raw
+weights for a run with ema_decay: ema (default), the averaged parameters, or raw, the unaveraged ones
 key     weight_block_size=[32,1]: how many inputs and outputs share a scale (default: all inputs of each output)
         weight_quantization_algorithm=rounding (default), awq or gptq; the last two calibrate on text: dataset_type=...
         and other keys of --help Data, by default the source code of Python's standard library, with FROM's tokenizer
         calibration_rows=128: the number of text rows; max_target_length=... is their length (default: the training
         length, at most 2048)
-        weight_quantization_calibration_method=minmax: also zero points, for int8 and int4
-        unquantized_modules=[mlp/wo], quantize_logits_proj=true: which matrices; routers of experts stay float here,
+        weight_quantization_calibration_method=minmax: also stores zero points, for int8 and int4
+        unquantized_modules=[mlp/wo], quantize_logits_proj=true: select the matrices; routers of experts stay float
         unless quantize_router_proj=true is given
-        keys of the model, as for trainer.train; they default to FROM's config.json or config.yml, and a MaxText
-        checkpoint has neither
+        keys of the model, as for trainer.train; they default to FROM's config.json or config.yml; a MaxText
+        checkpoint has neither, so give them
 Matrices are quantized layer by layer, and other weights are unchanged. Tokenizer files next to FROM are copied.
 --help SECTION and --explain KEY explain the keys. docs/guides/quantization.md"""
 _ROWS = "calibration_rows"
@@ -86,7 +86,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         for note in filter(None, [*checkpoint.notes(config), checkpoint.about.note()]):
             print(visible(note))
         if average:
-            print(f"{visible(where)}: the average of the parameters (ema_decay) is quantized; weights=raw takes others")
+            print(
+                f"{visible(where)}: quantizing the averaged parameters (ema_decay); weights=raw selects the unaveraged "
+                "ones"
+            )
         with Calibrated(kernels, storage_of(stored), partial) as calibrated:
             if stored["weight_quantization_algorithm"] != "rounding":
                 batches = _batches(config, checkpoint, of_data, rows)
@@ -192,7 +195,7 @@ def _read_words(words: Sequence[str]) -> tuple[str, Path, int | None, str, list[
         mistakes.append(f"quantization={given.get('quantization', '')}: allowed: {', '.join(STORED_DTYPES)}")
     if asks_for_floats(keys):
         mistakes.append(
-            f"checkpoint_is_quantized={given['checkpoint_is_quantized']}: what this command writes is "
+            f"checkpoint_is_quantized={given['checkpoint_is_quantized']}: this command's output is "
             "quantized; leave it out"
         )
     if mistakes:

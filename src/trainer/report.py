@@ -1,4 +1,6 @@
-"""`python -m trainer.report RUN [RUN ...] [out=FILE]`: a page on a run, or several runs side by side. Needs no JAX."""
+"""`python -m trainer.report RUN [RUN ...] [out=FILE]`: a report page on one run, or on several side by side.
+
+Does not import JAX."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,14 +31,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     folders = [Path(local_path(word, "")) for word in words if not word.startswith("out=")]
     if not folders:
         raise UserError("give the folder of a run: python -m trainer.report RUN [RUN ...] [out=FILE]; see --help")
-    # A page on several runs belongs to none of their folders.
+    # A page on several runs goes to the current folder, because it belongs to no single run.
     default = folders[0] / REPORT_FILE if len(folders) == 1 else Path(REPORT_FILE)
     out = Path(local_path(outs[-1], "out=")) if outs else default
     page = report_html([read_run(folder) for folder in folders])
     try:
         if not outs or any(_is_below(out.parent, folder) for folder in folders):
             replace_file(out, page)
-        else:  # a file given by the user, which may be a link or a pipe
+        else:  # outside of the runs' folders, the user may choose a link or a pipe
             out.write_text(page, encoding="utf-8")
     except OSError as error:
         raise UserError(f"out={out}: cannot be written: {error.strerror or error}; choose another file") from error

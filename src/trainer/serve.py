@@ -1,4 +1,4 @@
-"""`python -m trainer.serve FROM [key=value ...]`: serve a trained model over HTTP."""
+"""`python -m trainer.serve FROM [key=value ...]`: serves a trained model over HTTP."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from trainer.runtime.cluster import find_cluster
 from trainer.runtime.platforms import add_threads_for_simulated_devices, leave_out_absent_tpu
 
 _OWN = {"adapters": (), "weights": WEIGHTS}
-# Requests get the defaults of OpenAI's API, and long prompts do not delay other requests.
+# Chunked prefill, so that long prompts do not delay other requests, and the default temperature of OpenAI's API.
 _DEFAULTS = {"use_chunked_prefill": "true", "decode_sampling_temperature": "1"}
 HELP = """\
 usage: python -m trainer.serve FROM [adapters=PATH,PATH] [weights=raw|ema] [key=value ...]
@@ -27,7 +27,7 @@ usage: python -m trainer.serve FROM [adapters=PATH,PATH] [weights=raw|ema] [key=
 
 FROM     a run's folder or one of its checkpoints/N, a Hugging Face model directory, a GGUF file, or the output of
          trainer.export. The model's keys come from it. A MaxText checkpoint does not contain them: use the second form.
-adapters runs with LoRA, or folders of PEFT, with FROM as their base: requests select one by its folder's name as model
+adapters LoRA runs or PEFT folders with FROM as their base. A request selects one by its folder's name, as its model
 weights  for a run with ema_decay: ema (default), the average of the parameters, or raw
 key      keys of base.yml: host, port, drain_seconds, ... (--help Serving); per_device_batch_size is the number of
          slots per device; max_target_length is the length of prompt and continuation together (default: the training
@@ -35,8 +35,8 @@ key      keys of base.yml: host, port, drain_seconds, ... (--help Serving); per_
 
 The API is compatible with OpenAI's clients: /v1/models, /v1/completions and /v1/chat/completions. / is a page to try
 the model, /health and /metrics are for monitoring. SIGTERM or Ctrl-C ends the server after the accepted requests.
-It needs the packages of trainer[serve].
---help Serving lists the keys of serving, --explain KEY explains one."""
+The server needs the packages of trainer[serve].
+--help Serving lists the keys for serving; --explain KEY explains a key."""
 
 
 @exit_on_user_error
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     loaded = None if model_path else load(keys, environment=os.environ)
     if loaded and not loaded.config.load_parameters_path:
         raise UserError(f"cannot serve:\n  {NO_MODEL}\n  see python -m trainer.serve --help")
-    # Imports that load JAX come after the checks that do not need it.
+    # JAX is imported only after the checks that do not need it.
     leave_out_absent_tpu()
     add_threads_for_simulated_devices()
     average = options.get("weights") == "ema"
@@ -76,11 +76,11 @@ def _check(loaded: Loaded) -> None:
     if not config.use_chunked_prefill:
         wrong.append("use_chunked_prefill=false: a long prompt would keep all others waiting; leave it out")
     if "use_chat_template" in loaded.changed:
-        wrong.append("use_chat_template: the path of a request says so: /v1/chat/completions; leave it out")
+        wrong.append("use_chat_template: the path of a request selects this (/v1/chat/completions); leave it out")
     if "return_log_prob" in loaded.changed:
-        wrong.append("return_log_prob: requests ask with logprobs; leave it out")
+        wrong.append("return_log_prob: requests select this with logprobs; leave it out")
     if find_cluster(config, os.environ) is not None:
-        wrong.append("this process is one of several: a server has one process; start it without the others")
+        wrong.append("this process is one of several, but a server must be a single process; start only one")
     if wrong:
         raise UserError("\n  ".join(["cannot serve:", *wrong]))
 
@@ -138,27 +138,28 @@ def _serve(loaded: Loaded, paths: list[str], average: bool, raw: bool, started: 
 
 
 def _names(base: str, paths: list[str]) -> dict[str, int]:
-    """Returns the names of the base and of the adapters, with their numbers. Raises UserError if two are equal."""
+    """Returns name -> number: 0 for the base, 1, 2, ... for the adapters. Raises UserError if two names are equal."""
     names = {base: 0}
     for number, path in enumerate(paths, 1):
         if (name := _name(path)) in names:
             raise UserError(
-                f"adapters: {path} and another model are called {name}; requests choose by the name of the folder, so "
-                "rename one (that of the base is served_model_name)"
+                f"adapters: {path} and another model are called {name}; requests select by the folder's name, so "
+                "rename one folder, or set served_model_name, the name of the base"
             )
         names[name] = number
     return names
 
 
 def _name(path: str) -> str:
-    """Returns the name of a model's or a run's folder."""
+    """Returns the name of a model's folder, or of the run's folder if `path` is a checkpoint."""
     parts = [part for part in PurePath(path).parts if part != ".."]
     run = parts[:-2] if len(parts) > 2 and parts[-2] == "checkpoints" else parts
     return visible(run[-1]) if run else "model"
 
 
 def _banner(url: str, name: str, config: Config, text: str, chat: bool, token: bool) -> str:
-    """Returns the address and an example command: a chat, or a completion of `text` (if empty, of a default text)."""
+    """Returns the server's address and an example request, a chat or a completion. If `text` is empty, the request
+    contains a default text."""
     from trainer.serving.access import VARIABLE
 
     where = f"$(head -n 1 {shlex.quote(config.token_file)})" if config.token_file else f"${VARIABLE}"

@@ -1,6 +1,7 @@
 """`python -m trainer.sft [base.yml] key=value ... [--show N]`: fine-tunes a language model on conversations.
 
-It is `trainer.train` with a different record encoder. Checkpoints, meshes, combinations and reports are the same.
+It is `trainer.train` with a different record encoder. Everything else, such as checkpoints, meshes and reports, is the
+same.
 """
 
 import os
@@ -25,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(words: Sequence[str], kind: Kind, shower: Callable[[Config, int, Callable[[str], None]], None]) -> None:
-    """Trains; with --show N, prints the first N records with `shower` instead. Raises UserError if it cannot."""
+    """Trains; with --show N, prints the first N records with `shower` instead. Raises UserError if this fails."""
     words, count = _without_show(words)
     if count is None or question(words):
         run_command(words, kind)
@@ -34,7 +35,8 @@ def run(words: Sequence[str], kind: Kind, shower: Callable[[Config, int, Callabl
     kind.check(begun.config)
     if begun.config.prepared_path:
         raise UserError(
-            f"{SHOW}: with prepared_path, python -m trainer.inspect {begun.config.prepared_path} row=0 shows a row"
+            f"{SHOW} cannot be combined with prepared_path; to show a row, use python -m trainer.inspect "
+            f"{begun.config.prepared_path} row=0"
         )
     if begun.path:
         from trainer.weights.model_of_command import with_model
@@ -47,7 +49,7 @@ def run(words: Sequence[str], kind: Kind, shower: Callable[[Config, int, Callabl
 
 
 def _without_show(words: Sequence[str]) -> tuple[list[str], int | None]:
-    """Returns the words without `--show N`, and N; None instead of N if it is not given."""
+    """Returns the words without `--show N`, and N; None in place of N if `--show` is not given."""
     words, count = list(words), None
     for i, word in enumerate(words):
         option, equals, text = word.partition("=")
@@ -60,7 +62,8 @@ def _without_show(words: Sequence[str]) -> tuple[list[str], int | None]:
 
 
 def check_kind(config: Config, own: str, mistakes: list[str]) -> None:
-    """Raises UserError if a configuration is not for the command with the key `own`, or has `mistakes`."""
+    """Raises UserError if a configuration is for another command, or if there are `mistakes`. `own`: the key that
+    selects this command, such as use_sft."""
     if mistakes := [*mistakes, *filter(None, [other_command(config, own)])]:
         raise report(mistakes)
 
@@ -70,8 +73,8 @@ def _check(config: Config) -> None:
 
 
 def prepare(loaded: Loaded, say: Callable[[str], None]) -> Mapping[str, Any]:
-    """Sets keys that the user does not give (see `train.Kind`): the tokenizer of the initial model, the columns of the
-    data, and the row length.
+    """Sets keys that the user does not set: the tokenizer of the initial model, the columns of the data, and the row
+    length. See `train.Kind`.
 
     Raises:
       UserError: the model or the data cannot be read.
@@ -90,8 +93,11 @@ def prepare(loaded: Loaded, say: Callable[[str], None]) -> Mapping[str, Any]:
 
 
 def own_run(config: Config) -> tuple[Mapping[str, Any], Any] | None:
-    """Returns the keys and the checkpoint of the run that this command continues; None for a new run. A run without a
-    name is continued if it has the same configuration, or if its model no longer exists."""
+    """Returns the keys and the newest checkpoint of the run that this command continues; None for a new run.
+
+    Without run_name, the result is also None as long as the initial model exists: the keys then come from the model and
+    the data, as in a new run.
+    """
     if not config.run_name and not config.load_parameters_path:
         return None
     from trainer.weights.model_of_command import own_run as of_command
@@ -107,7 +113,7 @@ def own_run(config: Config) -> tuple[Mapping[str, Any], Any] | None:
 
 
 def positions(config: Config) -> int | None:
-    """Returns the text length for which the model at load_parameters_path was trained; None if unknown."""
+    """Returns the context length for which the model at load_parameters_path was trained; None if unknown."""
     from trainer.weights.open import open_source
 
     return open_source(config.load_parameters_path, config.decoder_block, verify=False).length
@@ -118,7 +124,7 @@ def _say(text: str) -> None:
 
 
 def show(config: Config, count: int, say: Callable[[str], None]) -> None:
-    """Prints the first `count` conversations, with the tokens that are trained."""
+    """Prints the first `count` conversations and marks the text that is trained."""
     from trainer.chat import show as chat_show
 
     chat_show.conversations(config, count, say)
@@ -131,7 +137,7 @@ def _encoder() -> Any:
 
 
 def prompts(config: Config, tokenizer: Any, say: Callable[[str], None]) -> Any:
-    """Returns the encoder of the sample prompt, see `train.Kind`."""
+    """Returns the encoder of the sample prompt; see `train.Kind`."""
     from trainer.chat.encoder import Prompts
 
     return Prompts(config, tokenizer, say)

@@ -63,10 +63,10 @@ def _prepare(configs: Sequence[Any]) -> None:
 
 
 def describe(config: Config, side: str = "") -> dict[str, Any]:
-    """Returns the table of `config` as plain data: `mesh`, `tensors`, `totals` and `warnings`.
+    """Returns the table of shardings as plain data: `mesh`, `tensors`, `totals` and `warnings`.
 
-    The devices are those of `compile_topology` if this key is given, otherwise this machine's. `side` names a side of a
-    comparison. As in parity, a side uses as many of this machine's devices as its mesh needs.
+    The devices are those of `compile_topology` if this key is set, otherwise this machine's. `side`: the name of a side
+    of a comparison; as in `trainer.parity`, a side uses only as many of this machine's devices as its mesh needs.
 
     Raises:
       UserError: the configuration does not fit the devices; the message begins with `side`.

@@ -34,19 +34,19 @@ _FINISHED = "{} is finished: nothing to do; to continue it, increase steps"
 
 @dataclass(frozen=True)
 class Kind:
-    """The properties in which training commands differ. A function `say` receives lines for the user.
+    """The properties in which training commands differ. Each argument `say` is a function that prints a line.
 
     Attributes:
       command: the name of the command.
       check: raises UserError if a configuration is for another command. It runs before JAX is loaded.
       defaults: see `config.load`.
       prepare: `prepare(loaded, say)` sets keys that the user does not give, from the model and the data
-        (`Loaded.complete`), and returns these keys. It runs after JAX is loaded, in the first process.
-      encoder: returns the encoder of records, see `data.open_dataset`.
-      prompts: `prompts(config, tokenizer, say)` returns the encoder of the sample prompt, see `inference.tokens_of`.
+        (`Loaded.complete`), and returns these keys. It runs in the first process, after JAX is loaded.
+      encoder: returns the encoder of records; see `data.open_dataset`.
+      prompts: `prompts(config, tokenizer, say)` returns the encoder of the sample prompt; see `inference.tokens_of`.
       dataset: `dataset(config, say)` opens data other than records; `config` is resolved.
-      source: `source(run, dataset, begin, run_dir, say)` returns the source of batches, see `training.fit`. It is
-        opened before the step is compiled. `run_dir` is None if the source must not write.
+      source: `source(run, dataset, begin, run_dir, say)` returns the source of batches; see `training.fit`. The source
+        is opened before the step is compiled. `run_dir` is None if the source must not write.
       instead: `instead(run, dataset, say)` is called instead of training.
     """
 
@@ -79,7 +79,8 @@ def run_command(words: Sequence[str], kind: Kind) -> None:
     """Trains as the command line `words` specifies.
 
     Raises:
-      UserError: this is not possible; RunStopped: a rule of the run ended it.
+      UserError: the command is invalid or cannot run.
+      RunStopped: a rule of the run ended it.
     """
     if prints_usage(kind.command, words):
         return
@@ -91,7 +92,7 @@ def run_command(words: Sequence[str], kind: Kind) -> None:
         _specs(kind, begun.config)
     if begun.config.supervise and tell is None and DRY_RUN not in words:
         raise SystemExit(supervise(f"trainer.{kind.command}", words, begun.config))
-    # The command line has been checked by itself. The following code loads JAX.
+    # All checks that need only the command line are done. The following code loads JAX.
     leave_out_absent_tpu()
     add_threads_for_simulated_devices()
 
@@ -225,7 +226,7 @@ def _opened(loaded: Loaded, kind: Kind):
 
 
 def _prepare(loaded: Loaded, kind: Kind, console):
-    """Returns the run, its data, its prompt's tokens, and the tokens that end a continuation."""
+    """Returns the run, its data, and its sample prompt."""
     import jax
 
     from trainer.checkpoint.compare import check_dtypes
@@ -244,11 +245,11 @@ def _prepare(loaded: Loaded, kind: Kind, console):
     index = jax.process_index()
 
     def say(text: str) -> None:
-        # Messages about reading, waiting, and skipped or truncated documents differ between processes.
+        # Every process prints: messages about reading, waiting, and skipped or truncated documents differ.
         console.say(text) if index == 0 else print(f"process {index}: {text}", flush=True)
 
     config = run.config
-    if loaded.tokenizer:  # the run keeps the path of the missing folder
+    if loaded.tokenizer:  # replaces a missing tokenizer_path here, but not in the configuration of the run
         config = Config({**config, "tokenizer_path": loaded.tokenizer})
     if kind.dataset:
         dataset = kind.dataset(config, say)
@@ -262,15 +263,15 @@ def _prepare(loaded: Loaded, kind: Kind, console):
 
 
 def _with_passes(loaded: Loaded, run, dataset, console):
-    """Returns the run with the steps of num_epoch, unless the user gives fewer."""
+    """Returns the run with as many steps as num_epoch needs, unless the user sets `steps` to fewer."""
     import jax
 
     from trainer.training.build import build
     from trainer.training.passes import steps_of
 
     steps, passes = steps_of(run.config, dataset), f"{run.config.num_epoch} passes over {dataset.epoch.content}"
-    if "steps" in loaded.changed and run.config.steps <= steps:
-        console.say(f"steps={run.config.steps:,} end the run before num_epoch: {passes} are {steps:,} steps")
+    if "steps" in loaded.changed and run.config.steps < steps:
+        console.say(f"steps={run.config.steps:,} ends the run before num_epoch: {passes} are {steps:,} steps")
         return run
     console.say(f"steps={steps}: {passes} (num_epoch)")
     loaded.complete({"steps": steps})
@@ -278,7 +279,7 @@ def _with_passes(loaded: Loaded, run, dataset, console):
 
 
 def _train(loaded: Loaded, kind: Kind, run, dataset, prompt, run_dir, timeline, console):
-    """Trains from the current state of the run to its end; see `training.fit`. Returns None if the run had finished."""
+    """Starts or resumes the run and trains to its end; see `training.fit`. Returns None if it was already finished."""
     from trainer.checkpoint.manager import CheckpointManager
     from trainer.runtime.agreement import agreed, from_first, is_first
     from trainer.training.compiled import StepsByRows, compiled_step, loaded_step, needs_of
@@ -288,7 +289,7 @@ def _train(loaded: Loaded, kind: Kind, run, dataset, prompt, run_dir, timeline, 
     with contextlib.ExitStack() as stack:
         manager = None
         if run.config.enable_checkpointing:
-            from_first(run_dir.check)  # before it removes interrupted saves
+            from_first(run_dir.check)  # before the manager removes interrupted saves
             manager = CheckpointManager(run_dir.folder, run.config, console.say, run_dir.check)
             stack.enter_context(manager)
         resumes = manager is not None and manager.latest is not None
@@ -322,13 +323,14 @@ def _train(loaded: Loaded, kind: Kind, run, dataset, prompt, run_dir, timeline, 
 
 
 def _specs(kind: Kind, config: Config) -> list[Spec]:
-    """Returns the tasks of eval_tasks. Raises UserError if the task text would use run data that are not plain text."""
+    """Returns the tasks of eval_tasks. Raises UserError if a task would use data of the run that are not plain text."""
     specs = read_specs(config.eval_tasks, "eval_tasks")
     own = [spec.name for spec in specs if spec.kind == TEXT and not spec.documents]
     if own and (kind.encoder or kind.dataset):
         raise UserError(
-            f"eval_tasks={own[0]}: the data of trainer.{kind.command} are no plain text; name a file with kind: text "
-            "and data of its own. The loss of this run's own held-out data is eval_loss, with eval_interval"
+            f"eval_tasks={own[0]}: the data of trainer.{kind.command} are not plain text; give a file that defines a "
+            "task with kind: text and its own data. For the loss on this run's held-out data, set eval_interval; it is "
+            "reported as eval_loss"
         )
     return specs
 
@@ -368,7 +370,7 @@ def _start(loaded: Loaded, run, dataset, prompt, saved, console):
 
 
 def _files(run_dir, goodput):
-    """Returns, for a finished run's summary, how the run spent its time and where its results are."""
+    """Returns entries of a finished run's summary: how it spent its time, and the paths of its results."""
     from trainer.checkpoint.manager import newest
     from trainer.observe.rundir import REPORT_FILE
 

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     begun = begin(words, os.environ)
     prepare_to_compile(begun.config.compile_topology)
-    # The command line has been checked by itself. The following code loads JAX.
+    # All checks that need only the command line are done. The following code loads JAX.
     from trainer.aot import executable
     from trainer.aot.report import DOES_NOT_FIT
     from trainer.aot.text import report_text, verdict
@@ -50,8 +50,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     loaded = with_model(begun)
     if loaded.measures:
         raise UserError(
-            "max_target_length is not given: a run that starts from a model takes it from its data, which are not read "
-            "here; give max_target_length=N, which the run prints when it starts"
+            "max_target_length is not set: a run that starts from a model derives it from its data, which this command "
+            "does not read; set max_target_length=N to the value that the run prints when it starts"
         )
     for line in (*loaded.notes, *(f"warning: {warning}" for warning in loaded.warnings)):
         print(line, flush=True)
@@ -78,7 +78,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def compile_for_topology(config: Config, compiler_options: Mapping[str, Any] | None = None) -> Compilation:
     """Compiles the step that `trainer.train` would run on the devices in `compile_topology`.
 
-    A step that does not fit into memory is a result, not an error, unless it needs far more memory.
+    A step that does not fit into memory is a result, not an error, unless it needs more than OUT_OF_PROPORTION times
+    the memory.
 
     Args:
       config: from `config.load`, not resolved.
@@ -130,7 +131,7 @@ def _with_suggestions(report: Any, config: Config, run: Any) -> Any:
         known = {"platform": topology.platform, "num_slices": slices, "capability": compute_capability(devices)}
         resolve(values, device_count=topology.devices * slices, **known)
 
-    assert report.hbm_bytes is not None  # a simulated device has no memory size to exceed
+    assert report.hbm_bytes is not None  # only the memory size can make a step not fit; simulated devices have none
     suggestions = suggest(
         run.config,
         needed=max(report.memory.peak, report.hbm_bytes + 1),

@@ -1,4 +1,4 @@
-"""What a model's folder says of itself, from a folder through training, quantization and exports to a folder."""
+"""The tokenizer, generation and config.json metadata of a model folder, through training, quantization and exports."""
 
 import contextlib
 import io
@@ -33,7 +33,7 @@ KEYS |= {"max_target_length": 64, "max_num_checkpoints_to_keep": "none", "data_c
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with a model of Hugging Face, whose template ends a turn with a token that is no end of a text yet."""
+    """A Hugging Face model folder whose chat template ends turns with a token that is not an end-of-text token yet."""
     folder = tmp_path_factory.mktemp("about")
     config = config_of(decoder_block="llama2", **FAMILIES["llama2"], vocab_size=300)
     said = {"eos_token_id": 1, "max_position_embeddings": 8192}
@@ -49,7 +49,7 @@ def folder(tmp_path_factory):
 
 
 def files_of(folder):
-    """Returns tokenizer_config.json, generation_config.json and the fields of config.json that name tokens."""
+    """Returns tokenizer_config.json, generation_config.json and the token and length fields of config.json."""
     named = [json.loads((folder / name).read_text()) for name in ("tokenizer_config.json", "generation_config.json")]
     found = folder / "config.json"
     fields = json.loads(found.read_text()) if found.is_file() else json.loads((folder / "huggingface.json").read_text())
@@ -65,7 +65,7 @@ def test_a_model_says_the_same_after_training_but_for_what_it_was_taught(folder,
     turn = json.loads((folder / "base/tokenizer.json").read_text())["added_tokens"][-1]["id"]
     assert f"changed by training: eos_token_id=[1, 0, {turn}] (was [1, 0])" in printed
     run = folder / "runs" / ("l" if lora else "r")
-    if not lora:  # resumed when the base is gone, it still knows
+    if not lora:  # a resumed run remembers the base's metadata after the base has moved
         (run / "finished").unlink()
         shutil.rmtree(run / "checkpoints/2")
         shutil.move("base", "moved")

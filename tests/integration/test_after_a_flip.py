@@ -1,6 +1,8 @@
-"""What broke in MaxText when NNX became its default, in every combination. The numbers are its issues and pull
-requests. Weights that nothing maps (#4566) are in tests/unit/checkpoint; scanned against unrolled layers (#4369) are in
-test_covering.py."""
+"""Regression tests, in every combination, for what broke in MaxText when NNX became its default.
+
+The numbers are MaxText's issues and pull requests. Weights that no mapping covers (#4566) are tested in
+tests/unit/checkpoint, and scanned against unrolled layers (#4369) in test_covering.py.
+"""
 
 import re
 import sys
@@ -34,8 +36,11 @@ CASES = {"experts": EXPERTS | {"mtp_num_layers": 1}, "adapter": ADAPTER}
 @pytest.mark.rest(covered_by="nnx; one program in unit/training/test_frozen.py", cases=LAST_CASE)
 @pytest.mark.parametrize("combination", ALL_COMBINATIONS)
 def test_losses_gradients_and_norm_of_a_step_that_freezes_parameters(combination):
-    """Losses of routers (#4829) and of multi-token prediction (#4525) that are silently 0; two compilations in place of
-    one (#4174); a gradient norm that counts frozen parameters (#5290)."""
+    """Four faults of MaxText.
+
+    Router losses (#4829) and multi-token losses (#4525) were silently 0.
+    A step compiled twice (#4174), and the gradient norm counted frozen parameters (#5290).
+    """
     keys = EXPERTS | {"mtp_num_layers": 1, "trainable_parameters_mask": "[mtp_block,gate]", "per_device_batch_size": 2}
     keys |= {"opt_type": "sgd", "learning_rate": 1.0, "lr_schedule_type": "constant", "warmup_steps_fraction": 0}
     run = build(load(arguments(combination, **keys, gradient_clipping_threshold=0)).config, jax.devices()[:1])
@@ -60,7 +65,7 @@ def test_losses_gradients_and_norm_of_a_step_that_freezes_parameters(combination
 
 
 def forward_of(combination, keys):
-    """A model, and its forward pass as a function of (params, rest)."""
+    """Returns a model, and its forward pass as a function of (params, rest)."""
     config = tiny_config(combination, **keys)
     batch = packed_batch(config, 2)
     inputs = [batch[name] for name in ("inputs", "inputs_position", "inputs_segmentation", "row")]
@@ -71,7 +76,7 @@ def forward_of(combination, keys):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("combination", ALL_COMBINATIONS)
 def test_no_loop_over_layers_returns_parameters(combination, name):
-    """#4405, and with adapters #5129: the layers' parameters came out of the scan once more."""
+    """#4405, and #5129 with adapters: the scan returned the layers' parameters as an additional output."""
     model, forward = forward_of(combination, CASES[name])
     stacked = {leaf.shape for name, leaf in names_of(model.abstract[0]).items() if families.in_stack(name)}
     scans = list(loops(jax.make_jaxpr(forward)(*model.abstract).jaxpr))
@@ -82,8 +87,11 @@ def test_no_loop_over_layers_returns_parameters(combination, name):
 
 
 def loops(jaxpr):
-    """The scans of a program over the layers of a stack of two. Not those without an effect, which lowering leaves out:
-    a bridged Linen decoder draws initial parameters again."""
+    """Yields the scans over a stack of two layers.
+
+    Skips scans whose results are unused, which lowering removes: a bridged Linen decoder draws its initial parameters
+    again.
+    """
     live = set(jaxpr.outvars)
     for equation in reversed(jaxpr.eqns):
         if live.isdisjoint(equation.outvars):
@@ -98,15 +106,15 @@ def loops(jaxpr):
 
 
 class Scale(nnx.Param):
-    """A parameter by another name."""
+    """A subclass of Param."""
 
 
 class Statistic(nnx.Variable):
-    """Not a parameter."""
+    """A Variable that is not a Param."""
 
 
 class Block(nnx.Module):
-    """x + x * scale, with a parameter of a subclass."""
+    """Computes x + x * scale, where scale is an instance of a Param subclass."""
 
     kind = Scale
 
@@ -114,12 +122,11 @@ class Block(nnx.Module):
         self.scale = self.kind(jnp.ones(config.base_emb_dim), out_sharding=("norm",), eager_sharding=False)
 
     def __call__(self, x, cache, context):
-        """One layer."""
         return x + x * self.scale, cache
 
 
 class BlockWithStatistic(Block):
-    """With a variable that would receive no gradient."""
+    """A block with a Variable that would receive no gradient."""
 
     kind = nnx.Param
 
@@ -129,13 +136,12 @@ class BlockWithStatistic(Block):
 
 
 class LinenBlockWithStatistic(linen.Module):
-    """The same in Linen."""
+    """The Linen counterpart of BlockWithStatistic."""
 
     config: object
 
     @linen.compact
     def __call__(self, x, cache, context):
-        """One layer."""
         scale = self.param("scale", linen.initializers.ones, x.shape[-1:])
         self.variable("statistics", "mean", jnp.zeros, x.shape[-1:])
         return x + x * scale, cache
@@ -143,7 +149,7 @@ class LinenBlockWithStatistic(linen.Module):
 
 @pytest.mark.parametrize("combination", ALL_COMBINATIONS)
 def test_a_subclass_of_param_is_trained_and_other_variables_are_refused(combination, monkeypatch):
-    """A subclass of Variable that silently receives no gradient."""
+    """Such a Variable would silently receive no gradient."""
     blocks = (Block, BlockWithStatistic, LinenBlockWithStatistic)
     own = SimpleNamespace(**{block.__name__: block for block in blocks})
     monkeypatch.setitem(sys.modules, "own_blocks", own)

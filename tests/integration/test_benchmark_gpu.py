@@ -1,4 +1,4 @@
-"""scripts/benchmark_gpu.py on a CPU: a process measures a tiny case, and what does not fit into the time is named."""
+"""scripts/benchmark_gpu.py on a CPU: it measures a tiny case, and names the cases that exceed the time limit."""
 
 import importlib
 import json
@@ -29,7 +29,7 @@ def test_a_case_is_measured_and_the_next_one_is_left_out(benchmark, monkeypatch,
     assert [case["name"] for case in cases] == [case.name for case in benchmark.SMALL]
     assert cases[0]["seconds"] > 0
     assert cases[0]["temporaries"] > 0
-    assert cases[1]["result"] == "left out: it may take 200 seconds, and 100 are left"
+    assert cases[1]["result"] == "left out: it may take 200 seconds, but only 100 are left"
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert len(rows) == 2 + len(cases)
     assert len({row.count("|") for row in rows}) == 1

@@ -1,4 +1,4 @@
-"""Runs whose base_output_directory is a bucket; `bucket` is a stand-in for one."""
+"""Runs whose base_output_directory is a bucket; the fixture `bucket` simulates one."""
 
 import contextlib
 import io
@@ -82,7 +82,7 @@ def test_a_run_in_a_bucket(bucket, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.setattr(Console, "step", step)
     assert train(base=tmp_path / "runs")[0] == 0
 
-    # A machine without local files continues the run, although a killed process left half a checkpoint.
+    # A machine without local files resumes the run, although a killed process left an incomplete checkpoint.
     shutil.rmtree(tmp_path / "cache" / "trainer")
     shutil.copytree(run / "checkpoints/8", run / "checkpoints/12")
     (run / "checkpoints/12/commit_success.txt").unlink()
@@ -96,7 +96,7 @@ def test_a_run_in_a_bucket(bucket, tmp_path, monkeypatch):  # noqa: F811
     assert (run / "finished").exists()
     assert f"{RUN} is finished: nothing to do" in train("run_name=run-0001")[1]
 
-    # Other runs start from it or convert it.
+    # Other commands start from the run or convert it.
     code, output = train(load_full_state_path=RUN, steps=14, base=tmp_path / "runs")
     assert code == 0, output
     assert f"starting from {RUN}/checkpoints/12: 12 updates, its optimizer, its position in the data" in output
@@ -106,7 +106,7 @@ def test_a_run_in_a_bucket(bucket, tmp_path, monkeypatch):  # noqa: F811
         export([RUN, str(tmp_path / "out"), "format=params"])
     assert {"checkpoint", "config.yml", "tokenizer_config.json"} <= {path.name for path in (tmp_path / "out").iterdir()}
 
-    # The newest checkpoint is truncated or missing.
+    # A file of the newest checkpoint is truncated, then missing.
     file = max((run / "checkpoints/12/state").rglob("*"), key=lambda path: path.is_file() and path.stat().st_size)
     file.write_bytes(file.read_bytes()[:-1])
     name = file.relative_to(run / "checkpoints/12")

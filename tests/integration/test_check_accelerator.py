@@ -1,4 +1,4 @@
-"""scripts/check_accelerator.py with tiny sizes on a CPU: it finds a wrong kernel, and goes on."""
+"""scripts/check_accelerator.py with tiny sizes on a CPU: it reports a wrong kernel and continues."""
 
 import importlib
 import re
@@ -22,7 +22,7 @@ def test_a_wrong_kernel_is_named_and_the_rest_passes(check_accelerator, monkeypa
     blockwise = OPS["blockwise"]
 
     def wrong(*args, window=0, **how):
-        return blockwise(*args, window=window and window + 1, **how)  # one key too many
+        return blockwise(*args, window=window and window + 1, **how)  # includes one key too many
 
     monkeypatch.setitem(OPS, "blockwise", wrong)
     code = check_accelerator.main(["--small"], jax.devices()[:1])
@@ -32,7 +32,7 @@ def test_a_wrong_kernel_is_named_and_the_rest_passes(check_accelerator, monkeypa
     windows = ["attention blockwise, window", "attention blockwise, window, one document"]
     assert said.endswith(f"failed: {'; '.join(windows)}\n")
     others = {what: result for what, result in results.items() if what not in windows}
-    # The table of chips has no CPU.
+    # The table of chips has no entry for CPUs.
     assert [what for what, result in others.items() if result != "ok"] == ["its time beside the estimate"], said
     ops = [f"attention blockwise, {variant}" for variant in importlib.import_module("accelerator_kernels").VARIANTS]
     combinations = [what for what in results if what.endswith(" beside nnx")]

@@ -1,5 +1,4 @@
-"""Context parallelism: a step whose rows are split over devices has the loss, gradients and sown values of one whose
-rows are not."""
+"""Context parallelism: a step with rows split over devices has the same loss, gradients and sown values as without."""
 
 import functools
 
@@ -32,7 +31,7 @@ DEEPSEEK = {
 }
 GEMMA2 = {"decoder_block": "gemma2", "sliding_window_size": 4}
 GPT3 = {"decoder_block": "gpt3", "fused_qkv": True, "base_num_kv_heads": 4, "trainable_position_size": 16}
-# The run without context parallelism, and the keys of the other.
+# Per case: the keys of both runs, and the additional keys of the run with context parallelism.
 CASES = {
     "ring": (DENSE, RING),
     "ring, in order": (DENSE | DROPPING, RING | {BALANCE: False}),
@@ -87,7 +86,7 @@ def test_all_combinations_have_the_same_program(combination):
 
 
 def test_a_ring_whose_result_is_kept_does_not_run_again():
-    """Its forward pass sends keys and values three times."""
+    """A rerun of the ring's forward pass would send keys and values three more times."""
     sent = {}
     for policy in ("full", "minimal_with_context"):
         run = made(**RING, base_num_decoder_layers=1, remat_policy=policy, opt_type="sgd")

@@ -1,4 +1,4 @@
-"""Context parallelism in runs as a user starts them."""
+"""Whole runs with context parallelism, started as a user starts them."""
 
 import os
 import signal
@@ -18,8 +18,10 @@ KEYS = {"sharding_tolerance": 1, "dropout_rate": 0, "eval_interval": -1}
 @pytest.mark.skipif(sys.platform != "linux", reason="looks processes up in /proc")
 @pytest.mark.parametrize("devices", [4, 2])
 def test_processes_share_rows(tmp_path, devices):
-    """A ring of all devices, or one in each process beside fsdp. One process is killed, and a single one goes on
-    without context parallelism."""
+    """Either one ring spans all devices, or each process has a ring, combined with fsdp.
+
+    One process is killed, and a single process resumes without context parallelism.
+    """
     with launched(tmp_path, 2, 2, **KEYS, **{CONTEXT: devices, STRATEGY: "ring", "ici_fsdp_parallelism": -1}) as (
         launcher,
         log,
@@ -34,4 +36,4 @@ def test_processes_share_rows(tmp_path, devices):
     (tmp_path / "straight").mkdir()
     alone(tmp_path / "straight", 4, **KEYS, steps=last + 2, checkpoint_period=1000)
     found, expected = ([row["loss"] for row in rows_of(folder)] for folder in (tmp_path, tmp_path / "straight"))
-    np.testing.assert_allclose(found, expected, rtol=1e-5)  # sums have another order
+    np.testing.assert_allclose(found, expected, rtol=1e-5)  # sums are added in another order

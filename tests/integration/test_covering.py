@@ -1,4 +1,4 @@
-"""Every pair of choices of these options trains, with the losses of the simplest program for the same math."""
+"""Every pair of values of these options trains, with the losses of the simplest program for the same mathematics."""
 
 import functools
 import itertools
@@ -29,7 +29,7 @@ MESHES = {
         "ici_tensor_sequence_parallelism": 2,
     },
 }
-# Options for how the program is made. None of them changes what it computes.
+# Options of how the program is built. None of them changes its results.
 PROGRAM = {
     "mesh": tuple(MESHES),
     "scan_layers": (True, False),
@@ -39,7 +39,7 @@ PROGRAM = {
     "record_internal_nn_metrics": (0, 1),
     "num_vocab_tiling": (1, 4),
 }
-# Options for what it computes.
+# Options of what the program computes.
 MATHEMATICS = {
     "dropout": (0.0, 0.2),
     "logits_via_embedding": (True, False),
@@ -63,8 +63,8 @@ ROPE = {
     "yarn": {"rope_type": "yarn", "original_max_position_embeddings": 16, "rope_interleave": True},
 }
 OPTIONS = PROGRAM | MATHEMATICS
-# These are assigned in turn, because as separate options they would add cases: optimizers to the rows of MATHEMATICS,
-# settings around the update and combinations to the cases. All combinations have the same update program
+# These are cycled through, because as separate options they would add cases: optimizers over the rows of MATHEMATICS,
+# settings around the update and combinations over the cases. All combinations have the same update program
 # (test_five_combinations.py). Muon and Adafactor, which compile slowly, train on meshes in the tests of Zero-1 and of
 # host memory.
 TURNS = ("sgd", "adamw", "lion", "nadamw", "adam_pax")
@@ -75,7 +75,7 @@ ROWS, STEPS = 16, 2
 
 
 def covering_set():
-    """Returns choices for all options such that each pair of choices of two options occurs.
+    """Returns cases that together contain each pair of values of two options.
 
     All cases share a few rows of MATHEMATICS, so that the simplest program of each row runs once for many cases.
     """
@@ -92,7 +92,7 @@ def covering_set():
         return sum(frozenset(pair) in missing for pair in pairs)
 
     while missing:
-        # The order of a set differs between processes, but test workers must agree.
+        # The iteration order of a set differs between processes, but test workers must agree.
         case: dict = dict(sorted(min(missing, key=lambda pair: sorted(map(str, pair)))))
         for name, values in PROGRAM.items():
             if name not in case:
@@ -109,7 +109,7 @@ def covering_set():
 
 
 def with_turns(cases):
-    """Returns `cases` with choices of AROUND such that each choice meets each choice of PROGRAM."""
+    """Returns `cases` with values of AROUND such that each of them occurs with each value of PROGRAM."""
     met, found = set(), []
     for case in cases:
         turns = [dict(zip(AROUND, values, strict=True)) for values in itertools.product(*AROUND.values())]
@@ -121,9 +121,10 @@ def with_turns(cases):
 
 
 def covering_rows():
-    """Returns choices of MATHEMATICS such that each pair of choices occurs: repeatedly the best of some random ones.
+    """Returns rows of MATHEMATICS that together contain each pair of values.
 
-    Of the seeds up to 120, this one gives the fewest programs. Rows with few options come first: they compile faster.
+    Repeatedly takes the best of some random rows. Of the seeds up to 120, this seed results in the fewest programs.
+    Rows with few options come first, because they compile faster.
     """
     missing = {
         frozenset({(a, x), (b, y)})
@@ -143,17 +144,17 @@ def covering_rows():
 
 
 def prepared(case):
-    """Returns the run of `case`."""
+    """Builds the run of `case`."""
     case = dict(case)
     combination, mesh, rate = case.pop("combination"), case.pop("mesh"), case.pop("dropout")
     devices = 8 if MESHES[mesh] else 1
     case |= ROPE[case.pop("rope")]
-    # QK-Clip is refused with the other two. A third of the logits is above the threshold.
+    # QK-Clip is refused with QK norm and with a soft cap. A third of the logits exceeds the threshold.
     case["use_qk_clip"] &= not (case["use_qk_norm"] or case["attn_logits_soft_cap"])
     case["qk_clip_threshold"] = 0.5
     case["attention_type"] = "local_sliding" if case["sliding_window_size"] else "global"
     case |= {"dropout_rate": rate, "attention_dropout_rate": rate, **MESHES[mesh]}
-    case["sharding_tolerance"] = 0.05  # in such a small model norms exceed the default of 2 %
+    case["sharding_tolerance"] = 0.05  # in such a small model, norms exceed the default tolerance of 2 %
     case |= {"learning_rate": RATES[case["opt_type"]], "lr_schedule_type": "constant", "warmup_steps_fraction": 0}
     case["per_device_batch_size"] = ROWS / devices / case["gradient_accumulation_steps"]
     run = build(load(arguments(combination, **case)).config, jax.devices()[:devices])
@@ -162,7 +163,7 @@ def prepared(case):
 
 
 def losses(run, tree):
-    """Returns loss and gradient norm of two steps from `tree`, on the same rows."""
+    """Returns the losses and gradient norms of two steps on the same rows, starting from `tree`."""
     rules = getattr(run.codec.unpack(run.abstract_state).opt_state, "rules", {})
     begun = tree.opt_state._replace(rules={name: tree.opt_state.rules[name] for name in rules})
     state, found = state_from(run, tree._replace(opt_state=begun if rules else begun.optimizer)), []
@@ -175,7 +176,7 @@ def losses(run, tree):
 
 @functools.cache
 def plainest(mathematics):
-    """Returns the initial state of the simplest program, as a tree of canonical names, and its losses."""
+    """Returns the simplest program's initial state, as a tree of canonical names, and its losses."""
     run = prepared(PLAIN | {name: values[-1] for name, values in AROUND.items()} | dict(mathematics))
     tree = copied(run.codec.unpack(run.init()))
     return tree, losses(run, tree)
@@ -185,7 +186,7 @@ def plainest(mathematics):
 @pytest.mark.parametrize("case", covering_set(), ids=lambda case: "-".join(str(value) for value in case.values()))
 def test_gives_the_losses_of_the_plainest_program(case):
     tree, expected = plainest(tuple((name, case[name]) for name in (*MATHEMATICS, "opt_type")))
-    # bfloat16 rounds products, and another mesh or order of sums rounds them differently.
+    # bfloat16 rounds products, and another mesh or order of summation rounds differently.
     tolerance = 1e-5 if {case["dtype"], case["weight_dtype"]} == {"float32"} else 1e-2
     np.testing.assert_allclose(losses(prepared(case), tree), expected, rtol=tolerance)
 

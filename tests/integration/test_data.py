@@ -71,7 +71,7 @@ def test_mistakes_end_with_a_message_and_code_2(tmp_path: Path, keys: dict, mess
 
 
 def mmap_keys(folder: Path) -> dict:
-    """Writes two data sets of Megatron-LM, and returns the keys of a mixture of them."""
+    """Writes two Megatron-LM data sets, and returns the keys for a mixture of them."""
     for i, name in enumerate("ab"):
         write_indexed(folder / name, [[document] for document in documents_of(60, seed=i)], "u2")
     keys = {"dataset_type": "grain", "grain_file_type": "mmap", "grain_train_files": f"{folder}/a,0.7;{folder}/b,0.3"}

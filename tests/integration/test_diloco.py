@@ -1,4 +1,4 @@
-"""DiLoCo runs as a user starts them."""
+"""Whole DiLoCo runs, started as a user starts them."""
 
 import json
 import os
@@ -73,7 +73,7 @@ def test_an_island_on_each_process_and_one_that_is_killed(tmp_path):
             "steps": 5000,
             "eval_interval": -1,
             "learning_rate_schedule_steps": 60,
-            "async_checkpointing": False,  # so that the checkpoint of 3 updates exists after step 4
+            "async_checkpointing": False,  # so that the checkpoint after 3 updates is complete after step 4
         }
     )
     with launched(tmp_path, islands, 1, **settings) as (launcher, log):

@@ -84,7 +84,7 @@ def test_the_student_approaches_its_teacher_and_says_so(first):
     assert "divergence: " in first
     assert "Distillation" in Path("runs/nnx/report.html").read_text()
     own, of_teacher = (arrays_of(Path("runs", run)) for run in ("nnx/checkpoints/6", "teacher/checkpoints/12"))
-    assert own.keys() == of_teacher.keys()  # without the teacher's
+    assert own.keys() == of_teacher.keys()  # the teacher's parameters are not saved
 
 
 @pytest.mark.rest(covered_by="unit/objectives/test_distillation.py", cases=ALL_COMBINATIONS[1:-1])

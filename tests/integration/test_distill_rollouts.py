@@ -37,7 +37,7 @@ ROUNDS = {key: value for key, value in TEACHER.items() if key != "train_data_col
 
 
 def learned(*words, devices=1, **keys):
-    """Returns the metrics of the steps and of the evaluations of a run, and what it printed."""
+    """Returns the step metrics and evaluation metrics of a run, and its output."""
     code, said = command(ROUNDS | pinned("nnx") | keys, *words, devices=devices, program=distill.main)
     assert code == 0, said
     rows = read_rows(RUN / METRICS_FILE)
@@ -133,12 +133,12 @@ def test_adapters_learn_on_a_mesh_from_several_updates_of_a_round():
 def test_what_is_refused_before_jax(monkeypatch):
     monkeypatch.setattr(train, "distributed", lambda config: pytest.fail("too late"))
     for words, said in (
-        ("distill_rollouts=false", "it is estimated from tokens that the student samples"),
+        ("distill_rollouts=false", "this loss is estimated from tokens that the student samples"),
         ("distill_alpha=0.5", "the student's own texts have no labels; set distill_alpha=1"),
-        ("distill_temperature=2", "set distill_temperature, constant, to the same"),
-        ("use_sft=true", "leave it out, and set use_chat_template=true for a chat"),
-        ("decode_sampling_strategy=greedy", "completions must be drawn"),
-        ("enable_diloco=true", "each island has parameters of its own"),
+        ("distill_temperature=2", "use the same, constant distill_temperature"),
+        ("use_sft=true", "leave out use_sft, and set use_chat_template=true for a chat"),
+        ("decode_sampling_strategy=greedy", "completions must be sampled"),
+        ("enable_diloco=true", "each island has its own parameters"),
         ("mtp_num_layers=1", "would not be trained"),
         ("drop_duplicates=true", "prompts are not searched for duplicates"),
         ("dataset_type=synthetic", "has no prompts"),

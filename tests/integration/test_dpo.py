@@ -130,7 +130,7 @@ def test_orpo_learns_the_chosen_answers_and_packs_and_streams():
     train("orpo", dpo_algo="orpo", data_pipeline="streaming", prompt="color?", steps=12)
     evaluations = [row for row in rows_of("orpo") if "eval_loss" in row]
     assert evaluations[-1]["eval_chosen_nll"] < evaluations[0]["eval_chosen_nll"]
-    assert evaluations[-1]["eval_loss"] > evaluations[-1]["eval_chosen_nll"]  # and the odds ratio
+    assert evaluations[-1]["eval_loss"] > evaluations[-1]["eval_chosen_nll"]  # the loss adds the odds ratio term
 
 
 @pytest.mark.rest(covered_by="unit/objectives/test_preference.py; unit/training/test_frozen.py")
@@ -147,7 +147,7 @@ def test_devices_microbatches_and_tiles_learn_the_same(first):
     )
     for one, other in zip(rows_of("nnx"), rows_of("eight"), strict=True):
         for name, value in one.items():
-            assert other[name] == pytest.approx(value, rel=1e-3, abs=1e-3), name  # Adam
+            assert other[name] == pytest.approx(value, rel=1e-3, abs=1e-3), name  # Adam amplifies rounding
 
 
 def test_what_it_shows_and_that_this_loads_no_jax():
@@ -166,18 +166,18 @@ def test_what_it_shows_and_that_this_loads_no_jax():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ({"dataset_type": "synthetic"}, "dataset_type=synthetic has no pairs; take grain, hf or tfds"),
-        ({"grain_packing_type": "concat_then_split"}, "this would split pairs"),
-        ({"use_sft": True}, "a run trains in one of these ways"),
+        ({"dataset_type": "synthetic"}, "dataset_type=synthetic has no pairs; use grain, hf or tfds"),
+        ({"grain_packing_type": "concat_then_split"}, "this packing splits pairs"),
+        ({"use_sft": True}, "a run uses only one of these methods"),
         ({"use_dpo": False, **OF_TEXT}, "use_dpo=false: trainer.dpo is for preference optimization"),
         ({"train_data_columns": "[rejected,chosen]"}, "rejected is misplaced: the order is prompt, chosen, rejected"),
-        ({"train_data_columns": "messages"}, "must be two columns, chosen and rejected, or three"),
-        ({"mtp_num_layers": 1}, "modules of multi-token prediction have none; leave it out"),
-        ({"label_smoothing": 0.1}, "dpo_label_smoothing that of pairs"),
-        ({"z_loss_multiplier": 0.1}, "a term of the loss of the next token"),
+        ({"train_data_columns": "messages"}, "must be chosen and rejected, or prompt, chosen and rejected"),
+        ({"mtp_num_layers": 1}, "modules of multi-token prediction have no reward; leave it out"),
+        ({"label_smoothing": 0.1}, "dpo_label_smoothing smooths the loss of pairs"),
+        ({"z_loss_multiplier": 0.1}, "a term of the next-token loss"),
         ({"dpo_label_smoothing": 0.5}, "a number in [0, 0.5)"),
         ({"dpo_max_prompt_length": 0}, "must be from 1 to"),
-        ({"weight_sparsity_n": 2, "weight_sparsity_m": 4}, "it moves masks of weights, which the reference"),
+        ({"weight_sparsity_n": 2, "weight_sparsity_m": 4}, "it changes masks of weights, which the reference"),
         ({"tokenize_train_data": False}, "tokenize_train_data=false: pairs are text"),
         (
             {"max_target_length": 16, "use_truncation": False},
@@ -195,4 +195,4 @@ def test_the_other_commands_name_this_one():
     for program in (train_main, sft.main):
         code, printed = command(PAIRS | {"use_dpo": True, "packing": False, "use_sft": False}, program=program)
         assert code == 2
-        assert "use_dpo=true: preference optimization is another command: python -m trainer.dpo, same words" in printed
+        assert "use_dpo=true: preference optimization is another command: run python -m trainer.dpo with" in printed

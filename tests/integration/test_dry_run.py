@@ -1,4 +1,4 @@
-"""`--dry-run` reports what a run would do, finds errors, and writes nothing."""
+"""`--dry-run` reports what a run would do, reports errors, and writes nothing."""
 
 import re
 
@@ -38,7 +38,7 @@ def test_a_dry_run_says_what_the_run_then_does(tmp_path):
     assert (code, "checkpoints/2: 2 of 3 updates are done" in said) == (0, True), said
     code, said = train(tmp_path, DRY, "run_name=run-0001", learning_rate=1e-3, **SHORT | {"base_mlp_dim": 24})
     assert (code, "base_mlp_dim: 32 -> 24" in said) == (2, True), said
-    # Without a run_name, the run is finished and a new one would begin.
+    # Without run_name, the existing run is finished, so a new one would begin.
     more = {"enable_checkpointing": False, "metrics_file": tmp_path / "new" / "metrics.txt"}
     code, said = train(tmp_path, DRY, learning_rate=1e-3, **SHORT | more)
     assert said.endswith("nothing was written to runs/run-0002\n"), said

@@ -1,4 +1,4 @@
-"""`python -m trainer.evaluate`, and eval_tasks in a run: interrupted, resumed, with a task that fails."""
+"""`python -m trainer.evaluate`, and eval_tasks in runs that are interrupted, resumed, or have a failing task."""
 
 import contextlib
 import io
@@ -74,7 +74,7 @@ def trained(folder, *words, **keys):
 
 
 def evaluated(monkeypatch, folder, *words):
-    """Exit code, standard output and standard error of the command on one device."""
+    """Returns the command's exit code, standard output and standard error on one device."""
     output, errors, code = io.StringIO(), io.StringIO(), 0
     found = jax.devices()[:1]
     monkeypatch.chdir(folder)
@@ -121,7 +121,7 @@ def test_a_run_is_evaluated_as_often_and_as_well_if_it_is_interrupted(folder, tm
 
     def interrupted(self):
         assert not signalled, "the evaluation went on after the signal"
-        if of_tasks(folder):  # in the second evaluation
+        if of_tasks(folder):  # the second evaluation
             signalled.append(os.kill(os.getpid(), signal.SIGTERM))
         goes_on(self)
 
@@ -136,7 +136,7 @@ def test_a_run_is_evaluated_as_often_and_as_well_if_it_is_interrupted(folder, tm
     assert code == 0, printed
     assert of_tasks(folder) == rows
 
-    # The command says the same of the checkpoint, whose average is evaluated.
+    # The command reports the same values for the checkpoint; it, too, evaluates the averaged parameters.
     words = [
         "tasks=text.yml,choices.jsonl,judged.yml",
         "output=found",

@@ -113,7 +113,7 @@ def test_to_maxtext(tmp_path, capsys, scan):
     assert head == f"load_parameters_path={tmp_path / 'out' / '0' / 'items'}"
     assert given[0] == (scan or "scan_layers=true")
     assert {"base_emb_dim=16", "rope_type=yarn", "rope_factor=4", "mlp_activations=[silu,linear]"} <= set(given)
-    # With the words of that line, except MaxText's own keys, it can be exported back.
+    # The words of that line, except MaxText's own keys, suffice to export the folder back.
     given = [word for word in given if not word.startswith(("scan_layers=", "max_position_embeddings=", "rope_inter"))]
     main([str(tmp_path / "out"), str(tmp_path / "back"), "format=hf", *given])
     assert_same(read_hf(tmp_path / "back"), hf_tensors(params))
@@ -141,7 +141,7 @@ def test_the_command_line_may_not_contradict_the_source(tmp_path, capsys):
     assert "vocab_size=64" in failure(capsys, hf, out, "format=hf", "vocab_size=65")
     message = failure(capsys, hf, out, "format=hf", "model_name=llama2-7b")
     assert "base_emb_dim=16" in message
-    assert "rope_max_timescale" not in message  # the value is the same for 7B
+    assert "rope_max_timescale" not in message  # llama2-7b has the same value
     assert not out.exists()
 
 
@@ -172,7 +172,7 @@ def test_keys_without_effect_are_refused(tmp_path, capsys):
     assert "steps: not a key of the model\n" in message
     assert "weight_dtype: not a key of the model; dtype=..." in message
     message = failure(capsys, tmp_path / "hf", tmp_path / "out", "format=hf", "load_parameters_path=x")
-    assert "load_parameters_path=x says where the base of adapters is, but" in message
+    assert "load_parameters_path=x is the base of adapters, but" in message
     message = failure(capsys, tmp_path / "hf", tmp_path / "out", "format=hf", "beta_fast=3")
     assert "beta_fast" in message
 
@@ -208,7 +208,7 @@ def test_the_context_length_can_be_given(tmp_path, capsys):
 
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
 def test_a_run(tmp_path):
-    """Exports from a run's folder. The bytes are the same for every combination."""
+    """Exports from a run's folder; all combinations export the same bytes."""
     import orbax.checkpoint as orbax
 
     exported = []
@@ -274,7 +274,7 @@ def test_a_refused_or_broken_export_leaves_nothing(tmp_path, capsys, monkeypatch
 def test_as_a_process(tmp_path):
     config = config_of(decoder_block="qwen3", **FAMILIES["qwen3"])
     write_hf(tmp_path / "hf", config, hf_tensors(random_params(config)))
-    (tmp_path / "out").mkdir()  # an empty folder is accepted
+    (tmp_path / "out").mkdir()  # an existing empty folder is accepted
 
     def run(*argv):
         command = [sys.executable, "-m", "trainer.export", *map(str, argv)]

@@ -1,4 +1,4 @@
-"""The promise of the three flags: same seed, same batches, same program, same bits, in every combination."""
+"""The promise of the three flags: the same seed and batches lead to the same program and bits in every combination."""
 
 import functools
 
@@ -102,7 +102,7 @@ def program_text(setting, combination):
 
 
 def test_all_combinations_have_the_same_program():
-    """In one test, so that every run of the suite compares all. With other settings each combination is a case."""
+    """One test for all combinations, so that every run of the suite compares all."""
     expected = program_text(TRAINED, ALL_COMBINATIONS[0])
     assert "stablehlo.dot_general" in expected
     for combination in ALL_COMBINATIONS[1:]:
@@ -119,13 +119,13 @@ def test_all_combinations_have_the_same_program():
 @pytest.mark.parametrize("combination", ALL_COMBINATIONS[1:])
 @pytest.mark.parametrize("setting", [setting for setting in SETTINGS if setting != TRAINED])
 def test_the_update_is_the_same_program(setting, combination):
-    """The programs over canonical trees have the same text, and therefore the same bits. XLA compiles them once."""
+    """Over canonical trees, the programs have the same text and therefore the same bits. XLA compiles them once."""
     assert program_text(setting, combination) == program_text(setting, ALL_COMBINATIONS[0])
 
 
 @functools.cache
 def trained(combination):
-    """Returns the canonical train state before and after 20 steps, and every step's metrics."""
+    """Returns the canonical train states before and after 20 steps, and the metrics of every step."""
     run = made(combination, TRAINED)
     state = run.init()
     start = copied(run.codec.unpack(state))

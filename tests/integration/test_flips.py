@@ -9,15 +9,16 @@ from support import ALL_COMBINATIONS
 from trainer.config.flags import FLAGS
 
 LEG = 5
-# Ends with the first combination: each combination continues from another's checkpoint, and is continued by another.
+# The order of combinations, which ends with the first. Each combination resumes from another's checkpoint and is
+# resumed by another.
 LEGS = (*ALL_COMBINATIONS, ALL_COMBINATIONS[0])
 STEPS = LEG * len(LEGS)
-# Its state has AdamW's two moments for some parameters and one moment for the others. States of other optimizers are in
+# Keeps AdamW's two moments for some parameters, and Muon's one for the others. States of other optimizers are tested in
 # tests/unit/backends/test_codec.py and tests/unit/checkpoint/test_manager.py.
 MUON = {"opt_type": "muon", "learning_rate": 0.01, "muon_consistent_rms": 0.2}
 RUNS = SETTINGS | MUON | {"learning_rate_schedule_steps": STEPS, "checkpoint_period": LEG, "eval_interval": -1}
 
-# The files of a checkpoint other than arrays. Save times and random file names are left out.
+# A checkpoint's files other than arrays. Save times and random file names are left out.
 SAID = ("state/_METADATA", "state/_sharding", "run/data.json", "run/metrics.json", "run/config.yml")
 
 
@@ -30,7 +31,7 @@ def run(folder, combination, steps):
 
 
 def said(run, updates):
-    """Returns these files by name, without the flags and the steps of the run that wrote the checkpoint."""
+    """Returns the contents of these files by name, without the flags and step numbers of the run that wrote them."""
     own = ("steps:", *(f"{flag}:" for flag in FLAGS))
     lines = {name: (run / f"checkpoints/{updates}" / name).read_text().splitlines() for name in SAID}
     return {name: [line for line in text if not line.startswith(own)] for name, text in lines.items()}
@@ -38,7 +39,7 @@ def said(run, updates):
 
 @pytest.mark.rest(covered_by="a run that goes on under another combination in integration/test_diloco.py")
 def test_a_run_that_changes_its_combination_at_every_checkpoint(tmp_path):
-    """Its losses, parameters, optimizer, step and position in the data equal those of a run without changes."""
+    """Its losses, parameters, optimizer state, step and data position equal those of a run without changes."""
     straight = run(tmp_path / "straight", ALL_COMBINATIONS[0], STEPS)
     for leg, combination in enumerate(LEGS, 1):
         flipped = run(tmp_path / "flipped", combination, leg * LEG)

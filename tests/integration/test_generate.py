@@ -1,4 +1,4 @@
-"""`python -m trainer.generate`: texts of a run, of exported weights and of prompts in a file."""
+"""`python -m trainer.generate` with a run, with exported weights and with prompts in a file."""
 
 import contextlib
 import io
@@ -37,7 +37,7 @@ TEXT = {
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run of a few updates on bytes, and what it printed. Its sample is greedy."""
+    """A run of a few updates on bytes, with greedy samples, and its output."""
     folder = tmp_path_factory.mktemp("generate")
     text = "def f(x):\n    return x + 1\n" * 3000
     (folder / "corpus.txt").write_text(text)
@@ -48,7 +48,7 @@ def run(tmp_path_factory):
 
 
 def run_command(monkeypatch, *words, stdin=""):
-    """Exit code, standard output and standard error of the command on one device."""
+    """Returns the command's exit code, standard output and standard error on one device."""
     output, errors, code = io.StringIO(), io.StringIO(), 0
     found = jax.devices()[:1]
     monkeypatch.setattr(jax, "devices", lambda: found)
@@ -62,7 +62,7 @@ def run_command(monkeypatch, *words, stdin=""):
 
 
 def test_the_text_of_a_run_is_its_own_sample(run, monkeypatch):
-    """The average of the parameters by default, as in the sample; the raw parameters give another text."""
+    """Like the sample, the command uses averaged parameters by default; raw parameters generate another text."""
     path, printed = run
     code, text, said = run_command(monkeypatch, path, f"prompt={PROMPT}", "decode_sampling_strategy=greedy")
     assert code == 0
@@ -87,7 +87,7 @@ def test_prompts_come_out_in_their_order_and_as_if_each_were_alone(run, monkeypa
     assert all(prompt in after for prompt in prompts[2:])
     file = tmp_path / "prompts.txt"
     file.write_text(given)
-    # Fewer slots than prompts.
+    # There are fewer slots than prompts.
     assert run_command(monkeypatch, path, f"prompts={file}", *drawn, "per_device_batch_size=1")[1] == text
 
 
@@ -117,7 +117,7 @@ def test_a_chat_template_is_told(run, monkeypatch, tmp_path):
 
     train_bpe(["def f(x):"], 257).save(tmp_path)
     words = [f"tokenizer_path={tmp_path}", "tokenizer_type=auto", f"prompt={PROMPT}"]
-    # In the first folder the prompt is too long, which is known before a model is loaded.
+    # In the first folder the prompt is too long, which is reported before a model is loaded.
     for name, content, keys, code in (
         ("chat_template.jinja", "{{ x }}", ["max_prefill_predict_length=1"], 2),
         ("tokenizer_config.json", '{"chat_template": "{{ x }}"}', [], 0),
@@ -139,7 +139,7 @@ def test_a_hugging_face_directory_and_a_command_line_of_maxtext_give_the_same_te
     with contextlib.redirect_stdout(io.StringIO()):
         export.main([str(path), str(out), "format=hf"])
     assert run_command(monkeypatch, out, "tokenizer_type=bytes", *greedy)[1] == expected
-    # A token that ends texts: the third one of the continuation.
+    # An end-of-text token: the third token of the continuation.
     (out / "generation_config.json").write_text(json.dumps({"eos_token_id": [ord(expected[len(PROMPT) + 2])]}))
     assert run_command(monkeypatch, out, "tokenizer_type=bytes", *greedy)[1] in (
         expected[: len(PROMPT) + i] + "\n" for i in range(3)
@@ -194,7 +194,7 @@ def test_two_processes_print_one_text(run, monkeypatch, tmp_path):
         (["RUN", "format=json"], "format=json: allowed: text, jsonl"),
         (["RUN", "prompt="], "prompt is empty"),
         (["RUN", "prompts=no/such/file"], "prompts=no/such/file: cannot be read"),
-        (["RUN", "prompts=-"], "there is no prompt in it"),
+        (["RUN", "prompts=-"], "contains no prompt"),
         (["RUN", "prompts=-", "prompt=x"], "prompt and prompts: give one of them"),
         (["RUN", "max_target_length=8"], "has 10 tokens, at most 7"),
         (["RUN", "max_prefill_predict_length=4"], "has 10 tokens, at most 4"),

@@ -75,7 +75,7 @@ INVARIANT = {"batch_invariant": True, "max_target_length": 128, "max_prefill_pre
 
 
 def learned(*words, combination="nnx", devices=1, **keys):
-    """Returns the folder of a run, and what it printed."""
+    """Returns the folder of a run, and its output."""
     code, said = command(ROUNDS | pinned(combination) | keys, *words, devices=devices, program=grpo.main)
     assert code == 0, said
     return RUN, said
@@ -102,7 +102,7 @@ def here(files, tmp_path, monkeypatch):
         if path.is_file():
             shutil.copy(path, tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))  # as `python -m` does
+    monkeypatch.syspath_prepend(str(tmp_path))  # like `python -m`
 
 
 @pytest.mark.rest(covered_by="integration/test_evaluate.py")
@@ -129,7 +129,7 @@ def rollouts(run: Path) -> list[list[dict]]:
 
 
 def trainers_log_probs(checkpoint: Path, rows: list[dict]) -> list[np.ndarray]:
-    """Returns the log-probabilities of the tokens of completions, by the parameters of a checkpoint."""
+    """Returns the log-probabilities of completion tokens under the parameters of a checkpoint."""
     config = tiny_config("nnx", vocab_size=ROUNDS["vocab_size"])
     params = load_parameters(str(checkpoint), config, abstract_of(config), print)
     texts = [[*row["prompt_tokens"], *row["tokens"]] for row in rows]
@@ -274,21 +274,21 @@ def test_two_processes_make_the_same_rounds(tmp_path):
 def test_what_is_refused_before_jax(monkeypatch):
     monkeypatch.setattr(train, "distributed", lambda config: pytest.fail("too late"))
     for words, said in (
-        ("decode_sampling_strategy=greedy", "completions must be drawn"),
-        ("reward_functions=[]", "nothing says what a completion is worth"),
+        ("decode_sampling_strategy=greedy", "completions must be sampled"),
+        ("reward_functions=[]", "no function scores the completions"),
         ("reward_functions=[judges]", "not the path of a function"),
-        ("enable_diloco=true", "each island has parameters of its own"),
+        ("enable_diloco=true", "each island has its own parameters"),
         ("mtp_num_layers=1", "would not be trained"),
-        ("z_loss_multiplier=0.1", "a term of the loss of the next token"),
-        ("use_sft=true", "a run trains in one of these ways"),
+        ("z_loss_multiplier=0.1", "a term of the next-token loss"),
+        ("use_sft=true", "a run uses only one of these methods"),
         ("use_grpo=false", "trainer.grpo is for reinforcement learning"),
         ("train_data_columns=[prompts,answer]", "is the name of another argument"),
-        ("max_prefill_predict_length=16", "prompts of 16 tokens leave no room for a completion in 16"),
+        ("max_prefill_predict_length=16", "prompts of 16 tokens leave no room for a completion in a row of 16"),
         ("dataset_type=synthetic", "has no prompts"),
     ):
         assert said in refused(words)
-    assert "python -m trainer.grpo, same words" in refused("use_grpo=true", program=train.main)
-    assert "python -m trainer.grpo, same words" in refused("use_grpo=true", "use_sft=false", program=sft.main)
+    assert "run python -m trainer.grpo with the same" in refused("use_grpo=true", program=train.main)
+    assert "run python -m trainer.grpo with the same" in refused("use_grpo=true", "use_sft=false", program=sft.main)
 
 
 def test_what_is_refused_when_it_is_known():

@@ -1,4 +1,4 @@
-"""Processes that are killed or interrupted, and resumed."""
+"""Processes that are killed or interrupted, and then resumed."""
 
 import os
 import platform
@@ -32,7 +32,7 @@ def one_device(monkeypatch):
 
 @pytest.mark.rest(covered_by="SIGTERM, and a save that is killed in unit/checkpoint/")
 def test_killed_at_a_random_moment(one_device, tmp_path):
-    """A script runs more rounds: docs/benchmarks/checkpoints.md."""
+    """scripts/fault_rounds.py runs more rounds; see docs/benchmarks/checkpoints.md."""
     lines = []
     assert fault_rounds.rounds(WORDS, [0], tmp_path, kinds=["kill"], say=lines.append) == 0
     assert len(lines) == 1
@@ -41,7 +41,7 @@ def test_killed_at_a_random_moment(one_device, tmp_path):
 
 @pytest.mark.rest(covered_by="a process that hangs in unit/runtime/test_supervision.py")
 def test_data_that_hang_in_one_of_two_processes(one_device, tmp_path):
-    """The round checks that its supervisor names the phase, and that all end in time and go on."""
+    """The round checks that its supervisor names the phase, and that both processes end in time and resume."""
     lines = []
     assert fault_rounds.rounds(WORDS, [0], tmp_path, [(2, 2)], ["hang"], lines.append, moments=["batch"]) == 0, lines
     assert re.search(r"equal in every bit, exit 0, named step \d+ \(data\), hang_timeout_seconds=10", lines[0])
@@ -66,7 +66,7 @@ def begun(folder, *words):
 def test_a_run_that_hangs_is_ended_and_goes_on(one_device, tmp_path):
     log = tmp_path / "log.txt"
     process = begun(tmp_path, "supervise=true", "hang_timeout_seconds=5", "checkpoint_period=10")
-    wait_for("completed step: 21,", log, process)  # the save after update 20 waited for that after update 10
+    wait_for("completed step: 21,", log, process)  # the save after update 20 waited for the save after update 10
     (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(int(child), signal.SIGSTOP)
     assert process.wait(120) == HANG, log.read_text()
@@ -79,7 +79,7 @@ def test_a_run_that_hangs_is_ended_and_goes_on(one_device, tmp_path):
 
 
 def interrupted_once(process, log):
-    """Sends Ctrl-C to a stopped process, which must end within seconds, by the signal: a shell's loop ends, too."""
+    """Sends Ctrl-C to a stopped process, which must die of the signal within seconds, so that shell loops end, too."""
     started = time.monotonic()
     process.send_signal(signal.SIGINT)
     process.send_signal(signal.SIGCONT)
@@ -94,7 +94,7 @@ def test_ctrl_c_in_training_and_sigterm_in_an_evaluation(one_device, tmp_path, m
     log, run = tmp_path / "log.txt", tmp_path / RUN
     process = begun(tmp_path)
     wait_for("completed step: 12,", log, process)
-    process.send_signal(signal.SIGSTOP)  # so that it cannot reach the evaluation meanwhile
+    process.send_signal(signal.SIGSTOP)  # prevents the process from reaching the evaluation
     code, output = train(tmp_path, "run_name=run-0001", **LONGER)
     assert code == 2
     assert f"run_name=run-0001: process {process.pid} on {platform.node()}, since " in output
@@ -107,7 +107,7 @@ def test_ctrl_c_in_training_and_sigterm_in_an_evaluation(one_device, tmp_path, m
         os.kill(os.getpid(), signal.SIGTERM)
         return eval_batches(*args, **kwargs)
 
-    with monkeypatch.context() as patch:  # of the first evaluation, after step 99
+    with monkeypatch.context() as patch:  # the rows of the first evaluation, after step 99
         patch.setattr("trainer.training.batches.eval_batches", interrupted)
         code, output = train(tmp_path, "run_name=run-0001", **LONGER)
     assert code == 143, output

@@ -1,4 +1,4 @@
-"""Runs with adapters: resumed, with a base that moved or changed, merged, served, continued from."""
+"""Runs with adapters: resumed, with a moved or changed base, merged, served, and continued by other runs."""
 
 import contextlib
 import io
@@ -33,7 +33,7 @@ RUN = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Returns a folder with the run `base`, and the run `one` of its adapters."""
+    """Returns a folder with the run `base`, and the run `one` with adapters for it."""
     found = tmp_path_factory.mktemp("lora")
     corpus = found / "text.jsonl"
     corpus.write_text("".join(json.dumps({"text": f"def f{i}(x): return {i * 7} + x"}) + "\n" for i in range(300)))
@@ -50,7 +50,7 @@ def run(folder, name, *words, refused="", combination=LAST, **keys):
 
 
 def interrupted(folder, name, of):
-    """Makes the run `name`: a copy of the run `of` of six updates in its state after three."""
+    """Creates the run `name`: a copy of the six-update run `of` in its state after three updates."""
     copy = folder / "runs" / name
     shutil.copytree(folder / "runs" / of, copy)
     (copy / "finished").unlink()
@@ -58,7 +58,7 @@ def interrupted(folder, name, of):
 
 
 def test_a_run_is_resumed(folder):
-    """In another combination, from a base that moved; a base with other values is refused."""
+    """Under another combination and from a moved base; a base with other values is refused."""
     found, data = folder
     keys = {"load_parameters_path": "runs/base", **LORA, **data}
     interrupted(found, "resumed", of="one")
@@ -87,7 +87,7 @@ def test_a_checkpoint_has_adapters_and_their_moments(folder):
 
 
 def text_of(*words):
-    """Returns the text that one device generates."""
+    """Returns the text that is generated on one device."""
     output, found = io.StringIO(), jax.devices()[:1]
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output):
         patch.setattr(jax, "devices", lambda: found)
@@ -97,7 +97,7 @@ def text_of(*words):
 
 @pytest.mark.rest(covered_by="unit/inference/test_adapters.py; unit/training/test_lora.py")
 def test_merged_and_separate_adapters_generate_the_same_text(folder, tmp_path, monkeypatch):
-    """A run with LoRA is its base with the adapters added; several adapters share a base and a batch."""
+    """A run with LoRA is its base plus adapters; several adapters share a base and a batch."""
     found, data = folder
     own = LORA | {"lora_rank": 3, "lora_alpha": 1.5, "lora_module_path": "self_attention/(query|value)"}
     run(found, "two", steps=3, load_parameters_path="runs/base", data_shuffle_seed=1, **own, **data)
@@ -166,7 +166,7 @@ def test_a_run_begins_with_adapters(folder):
     refused = "give lora_rank=2 lora_alpha=4.0"
     run(found, "rank", refused=refused, **keys, **LORA | {"lora_rank": 4, "lora_alpha": 1.0})
     run(found, "none", refused="it trained all parameters", **keys | {"lora_restore_path": "runs/base"}, **LORA)
-    refused = "checkpoints/3; give their place with load_parameters_path"
+    refused = "checkpoints/3; give their path with load_parameters_path"
     run(found, "unplaced", refused=refused, **keys | {"load_parameters_path": ""}, **LORA)
     run(found, "of", refused="other values", **keys | {"load_parameters_path": "runs/one"}, **LORA)
 
@@ -204,7 +204,7 @@ def test_a_folder_of_peft_takes_the_place_of_a_run(folder, tmp_path, monkeypatch
 
 
 def test_qlora_is_resumed_and_merged(folder, monkeypatch):
-    """The base is quantized when it is loaded; adapters belong to the values that its codes stand for."""
+    """The base is quantized when it is loaded; the adapters are trained for the dequantized values."""
     found, data = folder
     stored = {"lora_weight_qtype": "nf4", "lora_tile_size": 4}
     keys = {"load_parameters_path": "runs/base", **LORA, **stored, **data}

@@ -1,4 +1,4 @@
-"""Multi-token prediction in a whole run: evaluated, sampled from, saved and resumed under another combination."""
+"""Multi-token prediction in a whole run: evaluated, sampled, saved, and resumed under another combination."""
 
 import pytest
 from run_cases import RUN, arrays_of, killed_at, rows_of, train

@@ -1,4 +1,4 @@
-"""The native types are real: our steps equal those of their own update methods, bit for bit."""
+"""The native types are real: our steps equal their own update methods, bit for bit."""
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ FIELDS = ("inputs", "inputs_position", "inputs_segmentation", "row")
 
 
 def native_step(run, state):
-    """Runs a step with the update method of the native train state's own library."""
+    """Runs a step with the update method of the native train state's library."""
     if isinstance(state, nnx.State):
         assert set(state.keys()) == {"model", "optimizer"}
 

@@ -1,4 +1,4 @@
-"""Runs with batches without a loss-bearing token."""
+"""Runs with batches in which no token bears loss."""
 
 import contextlib
 import json
@@ -42,7 +42,7 @@ SMALL = {
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """run(rows, **keys): returns the exit code and the output of a run on those rows."""
+    """Returns run(rows, **keys), which returns the exit code and output of a run on these rows."""
     monkeypatch.chdir(tmp_path)
 
     def started(rows, **keys):
@@ -101,8 +101,10 @@ def test_a_run_that_learned_nothing_stays_refused(run, tmp_path, on_start):
     ],
 )
 def test_a_run_whose_batches_bear_no_loss_is_stopped(tokens, before, sigterm, stops, monkeypatch):
-    """A resumed run may have such batches, because earlier ones bore loss. After SIGTERM there is no error, and nothing
-    to save."""
+    """A resumed run may have loss-free batches, because earlier ones bore loss.
+
+    After SIGTERM, there is no error and nothing to save.
+    """
     left, saves = iter(tokens), []
 
     def step(leaves, batch, frozen):

@@ -1,4 +1,4 @@
-"""trainer.parity as a user runs it: equal programs, planted differences, errors."""
+"""trainer.parity as a user runs it: equal programs, planted differences, and errors."""
 
 import dataclasses
 import itertools
@@ -88,7 +88,7 @@ def test_a_planted_difference_is_found_in_its_layer(capsys, monkeypatch):
 
 @pytest.mark.rest(covered_by="a fault in the update of adamw, and sides of one program")
 def test_a_fault_in_routing_is_named(capsys, monkeypatch):
-    """One side's router swaps two chosen experts of the first token, in its second layer with experts."""
+    """One side's router swaps the first token's two chosen experts in its second MoE layer."""
     calls = itertools.count()
 
     class Wrong(deepseek.Block):
@@ -130,7 +130,7 @@ def test_a_clip_along_another_axis_is_found(capsys, monkeypatch):
     assert code == 0, out
 
     class Wrong:
-        """A block with as many heads as a head has entries, so that the shapes fit."""
+        """A block with as many heads as entries per head, so that transposed factors fit."""
 
         def __init__(self, layer):
             self.heads, self._layer = layer.heads, layer
@@ -152,7 +152,7 @@ def test_a_clip_along_another_axis_is_found(capsys, monkeypatch):
 
 
 def planted_spikes(config):
-    """Plants a bound without the mean."""
+    """Plants a spike bound that omits the mean."""
     rule = skip_spikes(config)
 
     def observe(state, seen):
@@ -163,7 +163,7 @@ def planted_spikes(config):
 
 
 def planted_average(config):
-    """Plants an average with another decay."""
+    """Plants an average with a different decay."""
     return averaging(SimpleNamespace(**{**config, "ema_decay": 0.5}))
 
 
@@ -186,7 +186,7 @@ FAULTS = {
 @pytest.mark.rest(covered_by="adamw", cases=("adafactor", "adam_pax", "lion", "muon", "nadamw", "sgd"))
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_in_an_update_is_named(capsys, monkeypatch, name):
-    """The last side has the fault. Another test shows that sides without a fault have equal bits."""
+    """The last side has the fault. Another test shows that sides without a fault are bit-identical."""
     assert FAULTS.keys() >= OPTIMIZERS.keys()
     settings, place, fault, quantity = FAULTS[name]
     of_optimizer = place in OPTIMIZERS
@@ -201,7 +201,7 @@ def test_a_fault_in_an_update_is_named(capsys, monkeypatch, name):
         return (wrong if len(made) == 2 else right)(*args)
 
     def no_model(*args):
-        """Returns gradients that need almost no compilation."""
+        """Replaces `make_gradients` by gradients that need almost no compilation."""
         return lambda tree, batch, frozen: Gradients(
             jnp.ones(()), {"lm_loss": jnp.ones(())}, jnp.ones((), jnp.int32), {}, jax.tree.map(jnp.sin, tree.params)
         )
@@ -224,7 +224,7 @@ def test_a_fault_in_an_update_is_named(capsys, monkeypatch, name):
     ("method", "first"), [("forward", "loss: lm_loss"), ("backward", "gradients: decoder/decoder_norm/scale")]
 )
 def test_a_lost_tile_is_found(capsys, monkeypatch, method, first):
-    """A fault in the forward pass changes the loss. A fault in the backward pass changes only gradients."""
+    """A forward fault changes the loss; a backward fault changes only gradients."""
     original = getattr(tiling._Tiled, f"_{method}")
 
     def losing(self, head, hidden, buffers, target, *grads):
@@ -243,7 +243,7 @@ def test_a_lost_tile_is_found(capsys, monkeypatch, method, first):
 
 
 def test_other_logical_axes_are_a_difference(capsys, monkeypatch):
-    """This holds between programs of the same block. Another block may have other names."""
+    """Only between programs of the same block: another block may name its axes differently."""
     built, original = [], building.build
 
     def build(config, devices):

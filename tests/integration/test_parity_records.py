@@ -1,4 +1,4 @@
-"""A record that trainer.parity writes, and comparisons with it."""
+"""Records that trainer.parity writes, and comparisons with them."""
 
 import itertools
 import json
@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
 
 
 def written(capsys, path, *words, **keys):
-    """A record of a tiny model."""
+    """Writes a record of a tiny model."""
     if not path.exists():
         code, _, error = run(capsys, f"record={path}", *words, **KEYS | keys)
         assert code == 0, error
@@ -101,7 +101,7 @@ def test_a_tolerance_needs_arrays(capsys, plain, full):
 
 
 def test_batch_and_parameters_come_from_the_record(capsys, folder, tmp_path):
-    """The text that was recorded is gone, and other parameters would be drawn here."""
+    """The recorded text is deleted, and this run would draw other parameters."""
     texts = tmp_path / "texts"
     texts.mkdir()
     (texts / "one.txt").write_text("a b c d e f g h " * 400)
@@ -126,7 +126,7 @@ def test_a_record_of_a_started_run_has_its_optimizer_state_and_batch(capsys, tmp
     code, out, error = command(capsys, f"left={path}", f"right={last}", "--json")
     assert code == 0, (out, error)
     quantities = json.loads(out)["comparisons"][0]["quantities"]
-    assert len(quantities) == 6  # no midway state: this one is of a run
+    assert len(quantities) == 6  # a record of a started run has no midway state
     names = {it["name"] for it in quantities["optimizer state"]["arrays"]}
     assert "step" in names
     code, _, error = command(capsys, f"left={path}", "opt_type=sgd")
@@ -143,8 +143,8 @@ def test_a_record_of_a_started_run_has_its_optimizer_state_and_batch(capsys, tmp
         (("max_target_length=8",), "different in plain.safetensors and nnx"),
         (("dataset_type=hf", "hf_path=json", "hf_train_files=x"), "different in plain.safetensors and nnx"),
         (("parameter_memory_host_offload=true",), "comparisons need the state on the device"),
-        (("arrays=true",), "only a record has arrays"),
-        (("record=other.safetensors",), "a record is of one side"),
+        (("arrays=true",), "applies only to a new record"),
+        (("record=other.safetensors",), "recording a side compares nothing"),
     ],
 )
 def test_what_does_not_fit_a_record_is_refused(capsys, plain, words, message):
@@ -157,7 +157,7 @@ def test_a_yml_beside_a_record_is_refused(capsys, plain, tmp_path):
     (tmp_path / "my.yml").write_text("steps: 3\n")
     code, _, error = command(capsys, f"{tmp_path}/my.yml", f"left={plain}")
     assert code == 2
-    assert "has a configuration of its own" in error
+    assert "already has a configuration" in error
 
 
 def test_a_batch_that_is_not_the_models_is_refused(capsys, plain, tmp_path):
@@ -167,7 +167,7 @@ def test_a_batch_that_is_not_the_models_is_refused(capsys, plain, tmp_path):
     def shorter(about):
         return about | {"config": about["config"].replace("max_target_length: 16", "max_target_length: 8")}
 
-    for change, message in ((smaller, "tokens outside of vocab_size=32"), (shorter, "takes inputs int32[8, 8]")):
+    for change, message in ((smaller, "tokens outside of vocab_size=32"), (shorter, "needs inputs int32[8, 8]")):
         code, _, error = command(capsys, f"left={changed(plain, tmp_path, change)}")
         assert code == 2
         assert message in error
@@ -178,7 +178,7 @@ def test_a_record_is_not_overwritten_and_does_not_appear_half(capsys, plain, tmp
     assert "this file exists" in run(capsys, f"record={plain}", **KEYS)[2]
     assert plain.read_bytes() == before
     assert "there is no folder" in run(capsys, f"record={tmp_path}/none/x.safetensors", **KEYS)[2]
-    assert "leave out the words of the right side" in run(capsys, f"record={tmp_path}/x.safetensors", "right=nnx")[2]
+    assert "only the left side is recorded" in run(capsys, f"record={tmp_path}/x.safetensors", "right=nnx")[2]
 
     def fails(*args, **kwargs):
         raise OSError(28, "No space left on device")
@@ -210,7 +210,7 @@ def test_code_that_only_a_record_names_does_not_run(capsys, plain, tmp_path, mon
 
 
 def changed(path, folder, change):
-    """A copy of a record with another description, whose digest fits."""
+    """Returns a copy of a record with a changed description and a matching digest."""
     about = json.dumps(change(json.loads(file_metadata(path)["record"])))
     tensors = {name: (it.shape, it.shown_dtype) for name, it in stored_tensors(path).items()}
     begin = header(tensors, {"record": about, "digest": record._digest(about)})
@@ -259,7 +259,7 @@ def test_a_record_that_was_cut_off_is_refused(plain, tmp_path, keep):
 
 
 def test_a_description_by_a_stranger_ends_in_a_message(plain, tmp_path):
-    """Every entry of the description is replaced once by something else, or left out."""
+    """Each entry of the description is replaced by a wrong value, or removed, once."""
     about = json.loads(file_metadata(plain)["record"])
     for name in about:
         for other in (None, [], {}, "x", -1, [["y"]], {"z": {"dtype": "O", "shape": [1], "layers": None, "parts": []}}):
@@ -294,7 +294,7 @@ def test_a_file_that_is_no_record_is_refused(tmp_path):
 
 
 def test_a_record_tells_what_it_holds(plain, full):
-    """The library reads it, and every dtype comes back."""
+    """The safetensors library reads it, and every dtype is preserved."""
     tensors = load_file(full)
     names = {name.partition("/")[0] for name in tensors}
     assert names == {"batch", "start parameters", "midway state", "measured", "program text"}

@@ -1,4 +1,4 @@
-"""A step in a pipeline: its loss, gradients and sown values, its program and its collectives."""
+"""A training step with pipeline parallelism: its loss, gradients and sown values, its program and its collectives."""
 
 import functools
 import itertools
@@ -33,7 +33,7 @@ GEMMA2 = {"decoder_block": "gemma2", "sliding_window_size": 4}
 TENSOR = {"ici_tensor_parallelism": 2}
 EXPERT = {"ici_expert_parallelism": 2}
 SEQUENCE = {"ici_tensor_sequence_parallelism": 2, "num_vocab_tiling": 4}
-# The run without a pipeline, with packed rows and dropout, and the keys of the other.
+# Per case: the keys of both runs, which have packed rows and dropout, and the additional keys of the pipeline run.
 CASES = {
     "fsdp, accumulation": (DENSE, {STAGES: 2, "per_device_batch_size": 1, "gradient_accumulation_steps": 2}),
     "tensor": (DENSE | TENSOR, {STAGES: 2, M: 4}),
@@ -92,7 +92,8 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_loss_and_gradients(name):
     model, keys = CASES[name]
-    # Scores do not change if all keys move by the same vector, so the gradient of a key's bias is 0 but for rounding.
+    # Adding one vector to all keys changes no attention weight, so the gradient of a key's bias is 0 except for
+    # rounding.
     found = assert_equal_gradients(model, keys, rounded=("key/bias",))
     layers = sum(stack.layers for stack in stacks(made(**model).config))
     sown = [value for name, value in found.items() if name.startswith("decoder/") and name.endswith("/max_logit")]
@@ -102,8 +103,10 @@ def test_loss_and_gradients(name):
 @pytest.mark.rest(covered_by="fp8", cases=("int8",))
 @pytest.mark.parametrize("quantization", ["fp8", "int8"])
 def test_quantized_products(quantization):
-    """What the backward pass keeps of quantized operands has their values, and a bubble makes no NaN. Operands of a
-    microbatch may have scales of their own."""
+    """The quantized operands saved for the backward pass have the right values, and bubbles cause no NaN.
+
+    Each microbatch may have its own scales, hence the tolerances.
+    """
     loss, found = measured(made(quantization=quantization, **{STAGES: 2, M: 4}, remat_policy="none"))
     same, expected = measured(made(quantization=quantization, remat_policy="minimal_with_quantization"))
     assert loss == pytest.approx(same, rel=0.01)
@@ -149,12 +152,13 @@ QUEUE = {STAGES: 2, M: 4, "base_num_decoder_layers": 8, "vocab_size": 16, "remat
 @pytest.mark.parametrize(
     ("keys", "permutes", "gathers"),
     [
-        # A result to the next stage, one that waits, and one of the last stage; the same in the backward pass.
+        # Per iteration: a result for the next stage, a waiting result, and a result of the last stage; twice for the
+        # backward pass.
         ({}, 6, lambda plan: 2 * MATRICES * plan.iterations),
-        # Nothing waits.
+        # No results wait.
         ({M: 2}, 4, lambda plan: 2 * MATRICES * plan.iterations),
         ({ONCE: True}, 6, lambda plan: MATRICES),
-        # Of each part of the iterations, and again in its backward pass, but for the last part.
+        # Each matrix once per part of the iterations, and again in the backward pass of each part but the last.
         ({PER_REPEAT: True}, 6, lambda plan: MATRICES * (2 * (plan.repeats + 1) - 1)),
     ],
     ids=["a queue", "no queue", "once", "per repeat"],
@@ -166,20 +170,21 @@ def test_what_moves(keys, permutes, gathers):
     between = [each for each in found if "stage" in each.axes]
     microbatch = run.rows // plan.microbatches * run.config.max_target_length * run.config.base_emb_dim * 4
     moved = [each for each in between if each.kind == "collective-permute"]
-    assert {each.size for each in moved} == {microbatch // 4}  # over fsdp 4
+    assert {each.size for each in moved} == {microbatch // 4}  # sharded over fsdp=4
     expected = permutes * plan.iterations
-    assert expected - permutes // 2 <= sum(each.count for each in moved) <= expected  # fewer if nobody reads the last
-    # Beside them only the fields of the context, scalars, and what is outside: the table and the last norm.
+    assert expected - permutes // 2 <= sum(each.count for each in moved) <= expected  # fewer if the last are unused
+    # The other collectives move only context fields, scalars, and data outside of the pipeline: the table and the last
+    # norm.
     others = [each for each in between if each.kind != "collective-permute" and each.dtype not in ("s32", "pred")]
     assert {each.kind for each in others} == {"all-reduce"}
     assert sum(each.count * each.size for each in others) < 2 * TABLE
     of_fsdp = [each for each in found if (each.kind, each.dtype, each.axes) == ("all-gather", "f32", ("fsdp",))]
-    assert sum(each.count for each in of_fsdp) == gathers(plan) + 1  # and the table
+    assert sum(each.count for each in of_fsdp) == gathers(plan) + 1  # plus one for the table
 
 
 @pytest.mark.rest(covered_by="what moves with AdamW")
 def test_an_optimizer_moves_no_matrix_between_stages():
-    """Muon works on matrices, which it stacks in one axis; AdamW element by element."""
+    """Muon works on matrices, which it stacks along one axis; AdamW works elementwise."""
     permutes = {}
     for optimizer in ("adamw", "muon"):
         run = made(**QUEUE | {"opt_type": optimizer}, per_device_batch_size=4)

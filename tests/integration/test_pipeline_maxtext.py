@@ -1,7 +1,8 @@
-"""MaxText's cases of pipeline parallelism, by its names (tests/integration/pipeline_parallelism_test.py at e591f30).
+"""MaxText's cases of pipeline parallelism, under its names.
 
-Its comparisons take the output of a stack of simple layers and allow differences of a tenth; ours take the loss of the
-model. Sizes that do not concern the pipeline are smaller. Each case pins its combination.
+They come from tests/integration/pipeline_parallelism_test.py at e591f30. MaxText compares the output of a stack of
+simple layers with a tolerance of a tenth; these tests compare the loss of the model. Sizes that do not concern the
+pipeline are smaller. Each case pins its combination.
 """
 
 import contextlib
@@ -12,7 +13,7 @@ from pipeline_cases import DELAY, LAYERS, ONCE, PER_REPEAT, PER_STAGE, STAGES, M
 from run_cases import command
 from support import ALL_COMBINATIONS, EVERY_MATRIX, TINY, pinned
 
-# Combinations in turn, so that each has several cases.
+# The cases cycle through the combinations, so that each combination has several cases.
 EIGHT = {"base_emb_dim": 32, "base_num_decoder_layers": 8, "per_device_batch_size": 4, "base_num_kv_heads": 4}
 FOUR = EIGHT | {"base_num_decoder_layers": 4}
 DEEPSEEK = EIGHT | EVERY_MATRIX | {"shared_experts": 1, "first_num_dense_layers": 0}
@@ -28,7 +29,7 @@ SAME_OUTPUT_AND_GRAD = {
     ),
     "circular_ag_once": (EIGHT, {STAGES: 2, M: 8, ONCE: True}),
     "circular_pipeline_ag_per_repeat": (EIGHT, {STAGES: 2, M: 8, PER_REPEAT: True}),
-    # Its second implementation of the same. We have one.
+    # MaxText tests its second implementation of the same schedule here; this trainer has only one.
     "circular_pipeline_ag_per_repeat_jax_state_core": (EIGHT, {STAGES: 2, M: 8, PER_REPEAT: True, **FULL}),
     "non_circular_same_output_and_grad": (FOUR, {STAGES: 4, M: 4}),
     "delay_activation_forwarding_same_output_and_grad": (EIGHT, {STAGES: 4, M: 8, DELAY: True}),
@@ -70,8 +71,8 @@ def test_these_are_its_fifteen_cases():
 @pytest.mark.parametrize("name", SAME_OUTPUT_AND_GRAD)
 def test_same_output_and_grad(name):
     model, keys = SAME_OUTPUT_AND_GRAD[name]
-    # Programs for other numbers of rows on a device round differently, without a pipeline too: accumulation over four
-    # and eight parts differs by 5e-6. On another processor 1.04e-5 was seen.
+    # Programs with other numbers of rows per device round differently, also without a pipeline: accumulation over four
+    # and eight parts differs by 5e-6. Another processor showed 1.04e-5.
     assert_equal_gradients(model, keys | pinned(PINNED[name]), tolerance=2e-5)
 
 
@@ -81,7 +82,7 @@ def test_full_train(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model, keys, said = FULL_TRAIN[name]
     three = {"steps": 3, "vocab_size": 32, "ici_fsdp_parallelism": -1, "scan_layers_per_stage": False}
-    # The older code generation for fusions makes NaNs of AMD's floats of 8 bits.
+    # XLA's older code generation for fusions turns AMD's 8-bit floats (nanoo) into NaN.
     with exact() if "nanoo" in name else contextlib.nullcontext():
         code, output = command(TINY | pinned(PINNED[name]) | three | model | keys, devices=8)
     assert code == 0, output

@@ -1,4 +1,4 @@
-"""Runs in a pipeline as a user starts them: they end in several ways, and go on with any other pipeline."""
+"""Whole pipeline runs, started as a user starts them: they end in several ways, and resume with any other pipeline."""
 
 import os
 import signal
@@ -26,14 +26,14 @@ KEYS = {
     "eval_interval": 4,
     "eval_steps": 1,
     "run_name": RUN.name,
-    "normalize_embedding_logits": False,  # Hugging Face has no such factor
+    "normalize_embedding_logits": False,  # Hugging Face has no such scaling
 }
 TWO = {STAGES: 2, M: 4}
 
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
-    """The folder of an undisturbed run with two stages and two repeats."""
+    """Returns the folder of an uninterrupted run with two stages and two repeats."""
     folder = tmp_path_factory.mktemp("straight")
     code, output = train(folder, devices=8, **KEYS, **TWO)
     assert code == 0, output
@@ -62,8 +62,8 @@ def test_a_run_goes_on_with_another_pipeline(straight, tmp_path, keys):
     assert code == 0, output
     assert "checkpoints/2: 2 of 4 updates are done" in output
     found, expected = losses(run), losses(straight)
-    assert len(found) == len(expected) == 9  # two of each step, one of the evaluation after the last
-    np.testing.assert_allclose(found, expected, rtol=1e-5)  # sums have another order
+    assert len(found) == len(expected) == 9  # two per step, and one for the evaluation after the last step
+    np.testing.assert_allclose(found, expected, rtol=1e-5)  # sums are added in another order
     left, right = (arrays_of(folder / "checkpoints/4") for folder in (run, straight))
     assert left.keys() == right.keys()
     assert left["params/decoder/layers/mlp/wo/kernel"].shape == (4, 32, 16)
@@ -73,7 +73,7 @@ def test_a_run_goes_on_with_another_pipeline(straight, tmp_path, keys):
 
 @pytest.mark.rest(covered_by="losses of runs that go on")
 def test_equal_sums_have_equal_bits(straight, tmp_path):
-    """Whoever has the same microbatches adds them up in the same order."""
+    """Pipelines with the same microbatches add them up in the same order."""
     run = killed_at(2, straight, tmp_path)
     code, output = train(tmp_path, devices=8, **KEYS, **TWO, scan_pipeline_iterations=True)
     assert code == 0, output
@@ -101,7 +101,7 @@ def test_a_run_is_exported_as_without_a_pipeline(straight, tmp_path):
 @pytest.mark.skipif(sys.platform != "linux", reason="looks processes up in /proc")
 @pytest.mark.parametrize("processes", [2, 4])
 def test_stages_on_processes(tmp_path, processes):
-    """Each process is a stage. One is killed, and the run goes on with another number of stages in one process."""
+    """Each process is a stage. One is killed, and the run resumes in one process with another number of stages."""
     keys = {"base_num_decoder_layers": 4, "sharding_tolerance": 1, "eval_interval": -1}
     on_stages = keys | {STAGES: processes, "ici_fsdp_parallelism": -1}
     with launched(tmp_path, processes, 4 // processes, **on_stages) as (launcher, log):

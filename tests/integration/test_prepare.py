@@ -1,4 +1,4 @@
-"""trainer.prepare as a command: processes that die, and training that goes on from the other data."""
+"""trainer.prepare as a command: processes that die, and training that continues on other data."""
 
 import contextlib
 import json
@@ -42,7 +42,7 @@ def start(folder: Path, out: str) -> subprocess.Popen[str]:
 
 
 def workers_of(pid: int) -> list[int]:
-    """Returns the processes that a process prepares with."""
+    """Returns the worker processes of a trainer.prepare process."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

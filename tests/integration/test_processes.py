@@ -21,14 +21,14 @@ from trainer.observe.goodput import BETWEEN, read_goodput
 @pytest.mark.skipif(sys.platform != "linux", reason="looks processes up in /proc")
 @pytest.mark.parametrize("processes", [4, 2])
 def test_some_processes_then_fewer(tmp_path, processes):
-    """Each run resumes from the checkpoint of the previous one, and together they equal a run of one process.
+    """Each run resumes from the previous run's checkpoint, and together they equal a run of one process.
 
-    Of four processes, a damaged file is told, two go on, one of them is killed, and the launcher starts both again. Two
-    are followed by one at once.
+    With four processes: a damaged file is reported, then two processes resume, one of them is killed, and the launcher
+    restarts both. With two: a single process resumes directly.
     """
     with launched(tmp_path, processes, 4 // processes) as (launcher, log):
         wait_for("completed step: 5,", launcher, log)
-        # A request to one process is a request to all. A launcher passes Ctrl-C to all.
+        # A request to one process is a request to all. A launcher forwards Ctrl-C to all.
         pids = [process(launcher, index) for index in range(processes - 1 if processes == 4 else 0, processes)]
         for pid in pids:
             os.kill(pid, signal.SIGTERM if processes == 4 else signal.SIGINT)
@@ -57,7 +57,7 @@ def test_some_processes_then_fewer(tmp_path, processes):
         files[damaged].write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         with launched(tmp_path, 2, 2) as (launcher, log):
             assert launcher.wait(60) == 2, log.read_text()
-            # Process 1, which has absolute paths, reports it if the file is in its share.
+            # Process 1, whose paths are absolute, reports the file if it is in its share.
             expected = f"runs/run/checkpoints/{done} is damaged: {damaged} has changed since it was written"
             assert expected in log.read_text(), log.read_text()
         files[damaged].write_bytes(content)
@@ -92,7 +92,7 @@ def test_some_processes_then_fewer(tmp_path, processes):
     found, expected = rows_of(tmp_path), rows_of(tmp_path / "straight")
     assert [(row["step"], row.keys()) for row in found] == [(row["step"], row.keys()) for row in expected]
     for name in ("loss", "eval_loss", "grad_norm"):
-        # Sums over processes have another order than within one process.
+        # Summing over processes has a different order than within one process.
         left, right = ([row[name] for row in rows if name in row] for rows in (found, expected))
         np.testing.assert_allclose(left, right, rtol=1e-5)
     assert [row["tokens"] for row in found if "loss" in row] == [row["tokens"] for row in expected if "loss" in row]

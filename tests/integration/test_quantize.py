@@ -1,4 +1,4 @@
-"""`python -m trainer.quantize`, and models whose weights are stored quantized, as a user runs them."""
+"""`python -m trainer.quantize`, and models with stored quantized weights, as a user runs them."""
 
 import functools
 import importlib.util
@@ -69,7 +69,7 @@ CASES = [
 
 @functools.cache
 def params_of(block):
-    """The configuration and the values of a tiny model, small enough for stable logits."""
+    """Returns the configuration and values of a tiny model, small enough for stable logits."""
     config = config_of(decoder_block=block, **MODELS[block])
     return config, {name: value * 0.3 for name, value in random_params(config).items()}
 
@@ -84,14 +84,14 @@ def written(folder, block):
 
 
 def stored_config(path, combination=ALL_COMBINATIONS[0], **keys):
-    """The configuration of the model in a folder, as it is stored there."""
+    """Returns the configuration of the stored model in a folder."""
     keys = {**open_source(str(path)).keys, **pinned(combination), **keys}
     loaded = load(["base.yml", "dataset_type=synthetic", *as_words(keys)])
     return resolve(loaded.config, device_count=1, platform="cpu")
 
 
 def loaded_parts(path, config, say=lambda line: None):
-    """The weights in a folder by name, for a model of `config`."""
+    """Returns the weights in a folder by name, for a model of `config`."""
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     abstract = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), joined(*make_model(config).abstract)
@@ -121,7 +121,7 @@ def failure(capsys, command, *argv):
 
 
 def values_of(kernels, parts):
-    """The floats that quantized kernels stand for."""
+    """Returns the dequantized kernels."""
     stored = {
         name: with_arrays(name, kernel, {part: parts[part] for part in names_of(nested({name: kernel}))})
         for name, kernel in kernels.items()
@@ -167,7 +167,7 @@ def test_what_is_written_loads_as_it_is_and_as_floats(tmp_path, block, how, scan
     ],
 )
 def test_hugging_face_in_and_out(tmp_path, capsys, block, how, kind):
-    """A folder in the layout of compressed-tensors has the same integers and scales, in whatever order RoPE has."""
+    """A folder in the compressed-tensors layout has the same integers and scales, whatever RoPE's entry order."""
     folder, out, hf, back = (tmp_path / name for name in ("float", "out", "hf", "back"))
     config, _ = written(folder, block)
     quantize.main([str(folder), str(out), *how.split()])
@@ -198,7 +198,7 @@ def test_hugging_face_in_and_out(tmp_path, capsys, block, how, kind):
 @pytest.mark.rest(covered_by="unit/calibration/test_layerwise.py")
 @pytest.mark.parametrize("algorithm", ["awq", "gptq"])
 def test_calibration_writes_what_loads(tmp_path, algorithm, capsys):
-    """Of rows of random tokens. A scale of AWQ, and an error that GPTQ passes on, change values."""
+    """Calibrates on rows of random tokens. AWQ's scales, and the errors that GPTQ compensates, change values."""
     folder, out, nearest = (tmp_path / name for name in ("float", "out", "nearest"))
     config, values = written(folder, "mixtral")
     how = [*INT4.split(), f"weight_quantization_algorithm={algorithm}"]
@@ -219,7 +219,7 @@ def test_calibration_writes_what_loads(tmp_path, algorithm, capsys):
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="there is no libtpu but for Linux on x86-64")
 def test_a_decode_step_of_a_tpu_holds_no_float_kernel():
-    """Its arguments are the integers, and all its temporaries together are smaller than one kernel in bfloat16."""
+    """Its arguments are the integers, and all temporaries together are smaller than one bfloat16 kernel."""
     keys = {"base_emb_dim": 256, "base_mlp_dim": 8192, "head_dim": 128, "base_num_decoder_layers": 2}
     keys |= {"weight_dtype": "bfloat16", "per_device_batch_size": 8, "max_target_length": 128}
     keys |= {"compile_topology": "v5e-1", "checkpoint_is_quantized": True, "quantization": "int4"}
@@ -234,7 +234,7 @@ def test_a_decode_step_of_a_tpu_holds_no_float_kernel():
     expected = weights / 2 + sum(leaf.size * leaf.dtype.itemsize for leaf in [*others, *cache])
     assert report.memory.arguments == pytest.approx(expected, rel=0.02)  # small arrays are padded to tiles
     assert all(f"s4[{','.join(map(str, kernel.qvalue.shape))}]" in compiled.as_text() for kernel in kernels.values())
-    largest = max(kernel.qvalue.size for kernel in kernels.values()) // 2  # of a layer
+    largest = max(kernel.qvalue.size for kernel in kernels.values()) // 2  # of one layer
 
     assert report.memory.temporaries < 2 * largest, "as many bytes as the kernel has in bfloat16"
 
@@ -252,7 +252,7 @@ def test_what_a_command_refuses(tmp_path, capsys):
         (["quantization=int8", "unquantized_modules=[decoder]"], "no matrix is quantized"),
         (["quantization=int8", "weight_block_size=[7,1]"], "blocks of 7 do not fit"),
         (["quantization=int8", "calibration_rows=8"], "weight_quantization_algorithm=rounding reads no text"),
-        (["quantization=int8", "checkpoint_is_quantized=False"], "what this command writes is quantized"),
+        (["quantization=int8", "checkpoint_is_quantized=False"], "this command's output is quantized"),
         (["quantization=int8", "learning_rate=1"], "learning_rate: not a key of the model"),
         (["quantization=int8", "base_emb_dim=8"], "contains a different model"),
     ):
@@ -272,7 +272,7 @@ def test_what_a_command_refuses(tmp_path, capsys):
         np.testing.assert_array_equal(array, copy[name])
     with pytest.raises(UserError, match="contains float weights, but checkpoint_is_quantized=true"):
         loaded_parts(folder, stored)
-    with pytest.raises(UserError, match="the order of quantized weights is kept"):
+    with pytest.raises(UserError, match="quantized weights cannot be reordered"):
         loaded_parts(out, stored_config(out, rope_interleave=not config.rope_interleave))
     inspect.main([str(out)])
     assert "checkpoint_is_quantized=true" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Training with quantized products: what is quantized, in every combination, on meshes, in runs."""
+"""Training with quantized products: which are quantized, in every combination, on meshes, and in whole runs."""
 
 import dataclasses
 import functools
@@ -75,13 +75,13 @@ def program_text(combination, recipe):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_program_is_the_same_in_all_combinations(recipe, combination):
     expected = program_text(FIRST, recipe)
-    kind = {"int8": "xi8>", "int4": "xi8>"}.get(recipe, "xf8E")  # int4 is multiplied as int8 on a CPU
+    kind = {"int8": "xi8>", "int4": "xi8>"}.get(recipe, "xf8E")  # on a CPU, int4 is multiplied as int8
     assert re.search(rf"dot_general .*{kind}", expected)
     assert program_text(combination, recipe) == expected
 
 
 def products_in(jaxpr):
-    """Returns how many products a program has, by the dtypes of their operands. The body of a loop counts once."""
+    """Counts the products of a program by the dtypes of their operands. A loop body counts once."""
     found = Counter()
     for equation in jaxpr.eqns:
         if equation.primitive.name in ("dot_general", "ragged_dot_general"):
@@ -98,7 +98,7 @@ DISPATCH = {"sorted": {}, "all": {"sparse_matmul": False, "capacity_factor": -1}
 @pytest.mark.rest(covered_by="experts by sorted rows", cases=("all",))
 @pytest.mark.parametrize("dispatch", DISPATCH)
 def test_no_product_with_a_matrix_is_missing(dispatch):
-    """Each matrix has three products: of the forward pass, and for the gradients of activations and of the matrix."""
+    """Each matrix has three products: the forward product, the activation gradient and the matrix gradient."""
 
     def found(**keys):
         config = tiny_config(FIRST, base_num_decoder_layers=2, **ALL_KINDS | DISPATCH[dispatch] | keys)
@@ -115,7 +115,7 @@ def test_no_product_with_a_matrix_is_missing(dispatch):
         experts = sum("/MoeBlock_0/w" in name for name in quantized) if dispatch == "sorted" else 0
         of_integers = 3 * (len(quantized) + max(heads - 1, 0))
         assert counts["int8", "int8"] == of_integers
-        # In the forward pass, Qwix gives sorted rows the scales of their expert by a product.
+        # In the forward pass, Qwix applies each expert's scales to sorted rows with a float product.
         assert counts.total() == float_products + experts
         assert sorted(quantized) == sorted({*quantized} - {*left})
     assert "decoder/moe_layers/DeepSeekMoeBlock_0/MoeBlock_0/gate/kernel" in left
@@ -134,7 +134,7 @@ def test_what_stays_float():
     attention = [f"{layer}self_attention/{name}/kernel" for name in ("query", "key", "value", "out")]
     assert sorted(quantized) == sorted([*attention, *(f"{layer}mlp/{name}/kernel" for name in ("wi_0", "wi_1", "wo"))])
     assert left == ["token_embedder/embedding"]
-    assert names(quantize_logits_proj=True)[1] == []  # a tied head: the table is looked up as float
+    assert names(quantize_logits_proj=True)[1] == []  # a tied head: the embedding lookup needs a float table
     assert names(**EXPERTS, quantize_router_proj=False)[1] == [
         f"{layer}MoeBlock_0/gate/kernel",
         "token_embedder/embedding",
@@ -144,7 +144,7 @@ def test_what_stays_float():
 
 
 class OwnProducts(nnx.Module):
-    """A block whose product cannot be chosen."""
+    """A block that creates its product itself, so that quantization cannot replace it."""
 
     def __init__(self, config, rngs):
         self.linear = nnx.Linear(config.base_emb_dim, config.base_emb_dim, rngs=rngs)
@@ -163,7 +163,7 @@ def test_keys_that_choose_no_matrix_are_refused(keys):
 
 
 def test_the_keys_are_the_recipe():
-    """Of the layers, and of the head."""
+    """The keys determine the recipes of the layers and of the head."""
     keys = {
         "act_quantization_calibration_method": "RMS,1",
         "weight_quantization_calibration_method": "rms,2",
@@ -193,20 +193,20 @@ def test_the_keys_are_the_recipe():
 def test_a_step_rounds_stochastically():
     nearest, _, end = losses(steps=1, start=initial())
     rounded, _, there = losses(steps=1, start=initial(), bwd_stochastic_rounding="uniform")
-    assert rounded == nearest  # of the forward pass
+    assert rounded == nearest  # only the backward pass rounds stochastically
     kernels = (tree.params["decoder"]["layers"]["mlp"]["wo"]["kernel"] for tree in (end, there))
     assert not np.array_equal(*kernels)
 
 
 @functools.cache
 def initial():
-    """The initial state, which no key of quantization changes."""
+    """Returns the initial state, which no quantization key changes."""
     return losses(steps=0)[1]
 
 
 @functools.cache
 def built(devices, combination, keys):
-    """Returns a run, and what compiles its step."""
+    """Returns a run, and a function that compiles its step."""
     run = build(load(arguments(combination, **dict(keys))).config, jax.devices()[:devices])
     return run, functools.cache(run.compile)
 
@@ -233,13 +233,15 @@ MESH = {
 }
 
 
-# A difference in the last bit may round to the neighbouring integer, here or there.
+# On either side, a difference in the last bit may round to the neighbouring integer.
 ROUNDED = {"rtol": 2e-4}
 
 
 def test_a_mesh_computes_what_one_device_computes():
-    """Scales over the whole microbatch, or of each device's rows, as quantization_local_shard_count says. The exact
-    comparison is that of a product (tests/unit/products/test_quantized.py)."""
+    """Scales cover the whole microbatch or each device's rows, depending on quantization_local_shard_count.
+
+    tests/unit/products/test_quantized.py compares the product exactly.
+    """
     alone, *_ = losses(start=initial(), quantization_local_shard_count=1)
     spread, *_ = losses(devices=8, start=initial(), quantization_local_shard_count=1, **MESH)
     np.testing.assert_allclose(spread, alone, **ROUNDED)
@@ -249,7 +251,7 @@ def test_a_mesh_computes_what_one_device_computes():
 
 
 def test_one_bit_of_the_parameters_moves_the_loss_as_far_as_a_mesh():
-    """So the difference between meshes is that of rounding, and not of scales."""
+    """So rounding, not different scales, explains the difference between meshes."""
 
     def moved(**keys):
         tree = initial()
@@ -264,7 +266,7 @@ def test_one_bit_of_the_parameters_moves_the_loss_as_far_as_a_mesh():
 
 @pytest.mark.rest(covered_by="its product, in parts")
 def test_accumulation_changes_nothing_if_each_row_has_its_scale():
-    """The scales of weight gradients are over the tokens of a part; all others are of a token."""
+    """Scales of weight gradients cover the tokens of a shard; all other scales cover one token."""
     rows = ROWS * 2
     one, start, _ = losses(quantization_local_shard_count=rows)
     halves = {"gradient_accumulation_steps": 2, "per_device_batch_size": ROWS}
@@ -275,7 +277,7 @@ def test_accumulation_changes_nothing_if_each_row_has_its_scale():
 
 @pytest.mark.rest(covered_by="its product, also on a mesh")
 def test_experts_on_their_devices_compute_what_one_device_computes():
-    """A scale over hidden units, of which each device has a share, is over all of them."""
+    """A scale over the hidden units covers all of them, although each device has only a share."""
     mesh = {"ici_expert_parallelism": 2, "ici_tensor_parallelism": 2, "ici_fsdp_parallelism": 2}
     alone, start, _ = losses(**EXPERTS, quantize_router_proj=False)
     spread, *_ = losses(devices=8, start=start, **EXPERTS, **mesh, quantize_router_proj=False)
@@ -286,7 +288,7 @@ def test_experts_on_their_devices_compute_what_one_device_computes():
 @pytest.mark.rest(covered_by="its product, mapped; one program")
 @pytest.mark.parametrize("keys", [EXPERTS, {"bwd_stochastic_rounding": "low_bit_uniform"}], ids=["experts", "rounding"])
 def test_islands(keys):
-    """Products inside of the map over islands."""
+    """Products inside vmap over islands."""
     islands = {"enable_diloco": True, "ici_diloco_parallelism": 2, "diloco_sync_period": 2, "ici_fsdp_parallelism": 1}
     found, *_ = losses(steps=3, devices=2, **islands, **keys)
     assert np.isfinite(found).all()
@@ -316,8 +318,10 @@ def test_a_tiled_head_and_modules():
 @pytest.mark.rest(covered_by="its step; checkpoints in unit/products/test_qwix_types.py")
 @pytest.mark.parametrize("combination", [FIRST, LAST])
 def test_a_run_from_end_to_end(tmp_path, combination):
-    """It says what is quantized, evaluates, stops and continues; a float run's parameters are loaded; a resume under
-    another recipe is refused."""
+    """The run reports what is quantized, evaluates, stops and resumes.
+
+    A float run's parameters are loaded; resuming with another recipe is refused.
+    """
     keys = {"combination": combination, "steps": 4, "checkpoint_period": 2, "eval_interval": 2, "run_name": "a"}
     keys |= {"learning_rate_schedule_steps": 4}
     code, output = train(tmp_path, quantization="fp8_full", **keys)

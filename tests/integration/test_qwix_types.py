@@ -1,4 +1,4 @@
-"""The commands with parameters that are Qwix's types."""
+"""The commands with parameters stored as Qwix's types."""
 
 import json
 import re
@@ -87,7 +87,7 @@ def test_the_table_of_shardings_has_the_parts(capsys):
 
 @pytest.mark.rest(covered_by="integration/test_parity_records.py")
 def test_parity_and_its_record(capsys, tmp_path):
-    """A record equals Linen. A product that doubles the gradient of one scale differs there and in what follows."""
+    """Linen matches a record. Doubling one scale's gradient in a product causes differences from there on."""
     record = tmp_path / "mixed.safetensors"
     keys, own = KEYS | {"base_num_decoder_layers": 2}, f"decoder_block={KEYS['decoder_block']}"
     code, out, error = compared(capsys, f"record={record}", **keys)

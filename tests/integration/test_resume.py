@@ -1,4 +1,4 @@
-"""Runs that end and resume, with the same command or with one that differs in allowed keys."""
+"""Runs that end and resume, with the same command or with a command that changes some allowed keys."""
 
 import itertools
 import json
@@ -30,8 +30,10 @@ pytestmark = pytest.mark.usefixtures("equal_programs")
 
 
 def assert_close(run, other, updates, rtol):
-    """Allows sums in another order: losses agree, and parameters agree as far as Adam permits (it turns the rounding of
-    a gradient near zero into a full step)."""
+    """Compares losses and parameters of runs that add up in different orders.
+
+    Parameters agree only as far as Adam permits: it turns the rounding of a gradient near zero into a full step.
+    """
     left, right = ([row["loss"] for row in rows_of(x) if "loss" in row][:updates] for x in (run, other))
     assert len(left) == updates
     np.testing.assert_allclose(left, right, rtol=rtol)
@@ -43,7 +45,7 @@ def assert_close(run, other, updates, rtol):
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
-    """The folder of an undisturbed run with all its checkpoints."""
+    """Returns the folder of an uninterrupted run with all its checkpoints."""
     folder = tmp_path_factory.mktemp("straight")
     code, output = train(folder)
     assert code == 0, output
@@ -106,7 +108,7 @@ def test_a_run_that_another_machine_takes_commits_nothing_more(when, at, tmp_pat
 
 
 def test_sigterm_within_the_last_evaluation(straight, at, tmp_path, monkeypatch):
-    """All updates are done, but the run is not finished: the row of that evaluation is missing."""
+    """All updates are done, but the run is unfinished: the row of that evaluation is missing."""
     run = at(50)
 
     def interrupted(*args, **kwargs):
@@ -129,7 +131,7 @@ def test_sigterm_within_the_last_evaluation(straight, at, tmp_path, monkeypatch)
 @pytest.mark.rest(covered_by="a run of 8 devices that goes on with 1")
 @exact()
 def test_unrolled_layers_and_other_reports(at, tmp_path):
-    """A run that is compiled, printed, evaluated and kept differently gives the same bits."""
+    """A run with other loops, logs, evaluations and retained checkpoints has the same bits."""
     run = at(50)
     code, output = train(tmp_path, "run_name=run-0001")
     assert code == 0, output
@@ -250,7 +252,7 @@ def test_without_checkpoints(tmp_path):
 
 
 def events_of(run_dir):
-    """Returns the tags of each TensorBoard event, sorted."""
+    """Returns the sorted tags of each TensorBoard event."""
     with (run_dir / EVENTS_FILE).open("rb") as file:
         while head := file.read(12):
             event = Event.FromString(file.read(int.from_bytes(head[:8], "little")))
@@ -314,7 +316,7 @@ def test_checkpoints_that_cannot_be_written_are_told_before_training(tmp_path):
 
 @pytest.fixture
 def poisoned(monkeypatch, equal_programs):
-    """Changes the loss of one step's batch by `wrong(loss)`."""
+    """Replaces the loss of one step's batch by `wrong(loss)`."""
 
     def poison(step, wrong):
         from trainer.config.load import load
@@ -370,14 +372,14 @@ def test_a_step_that_is_not_finite(at, tmp_path, poisoned, key, other, value, wr
 
 @pytest.mark.rest(covered_by="unit/training/test_step.py; unit/training/test_diloco.py")
 def test_an_update_that_is_not_finite(tmp_path):
-    """Tokens that are not in a batch have moments of zero. Without epsilon, Adam computes 0 / 0 for them."""
+    """Tokens outside of the batch have zero moments. Without epsilon, Adam computes 0 / 0 for them."""
     settings = {"adam_eps": 0, "logits_via_embedding": False, "steps": 3, "checkpoint_period": 1, "eval_interval": -1}
     code, output = train(tmp_path, **settings)
     assert code == 1
     assert "stopped: step 0: loss 4." in output
-    assert "are finite, and the update with learning_rate" in output
+    assert "are finite, but the update with learning_rate" in output
     assert newest(tmp_path / RUN) is None
     code, output = train(tmp_path, "run_name=run-0001", **settings, abort_on_nan_loss=False, abort_on_inf_loss=False)
     assert code == 1, output
-    assert "No checkpoint holds this update" in output
+    assert "No checkpoint contains this update" in output
     assert newest(tmp_path / RUN) is None

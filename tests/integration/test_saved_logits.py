@@ -1,4 +1,4 @@
-"""`python -m trainer.distill` saves the logits of a teacher, trains from them, and resumes."""
+"""`python -m trainer.distill` saves a teacher's logits, trains from them, and resumes."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ SAVES = {"enable_checkpointing": True, "checkpoint_period": 2, "max_num_checkpoi
 
 
 def distilled(*words, code=0, **keys):
-    """Returns what the command printed, which ended with `code`."""
+    """Runs the command, which must end with `code`, and returns its output."""
     found, said = command(keys, *words, program=distill.main)
     assert found == code, said
     return said

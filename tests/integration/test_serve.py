@@ -1,4 +1,4 @@
-"""`python -m trainer.serve`: a process as a user starts it, with adapters, the command that it prints, and its end."""
+"""`python -m trainer.serve` as a user starts it: adapters, the printed command, and shutdown."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(folder):
-    """Yields a process and what it printed. It demands a token."""
+    """Yields a server process, which demands a token, and its output."""
     (folder / "tokens").write_text("a-token-for-tests\n")
     words = [sys.executable, "-m", "trainer.serve", "base", "adapters=one,two", "port=0", *KEYS]
     environment = os.environ | {"XLA_FLAGS": xla_flags(1)}
@@ -101,7 +101,7 @@ def test_the_banner_has_a_command_that_works(server, folder):
 
 @pytest.mark.rest(covered_by="unit/inference/test_adapters.py; unit/serving/")
 def test_several_adapters_in_one_batch(server, folder, monkeypatch, capsys):
-    """Each model has the text that trainer.generate has with it alone."""
+    """Each model generates the same text as alone in trainer.generate."""
     monkeypatch.chdir(folder)
     texts, url = {}, url_of(server[1])
     assert [model["id"] for model in call(url, "/v1/models")["data"]] == ["base", "one", "two"]
@@ -127,7 +127,7 @@ def test_several_adapters_in_one_batch(server, folder, monkeypatch, capsys):
 
 
 def test_sigterm_finishes_what_was_accepted(server, folder):
-    """Last, because it ends the server."""
+    """The last test, because it ends the server."""
     process, printed = server
     answers = []
     body = {"prompt": ["def f"] * 12, "max_tokens": 58}
@@ -161,7 +161,7 @@ def metrics(printed):
         "cannot listen at host=256.1.1.1": ["base", "host=256.1.1.1", "token_file=tokens"],
         "token_file=no-such-file: cannot be read": ["base", "token_file=no-such-file"],
         "base and another model are called base": ["base", "adapters=base"],
-        "return_log_prob: requests ask with logprobs": ["base", "return_log_prob=true"],
+        "return_log_prob: requests select this with logprobs": ["base", "return_log_prob=true"],
         "port=65536": ["base", "port=65536"],
     }.items(),
 )

@@ -28,7 +28,7 @@ COLORS = ("red", "blue", "green")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with a run on text, and one of supervised fine-tuning that starts from it; and what that printed."""
+    """Returns a folder with a run on text, and the output of a fine-tuning run that starts from it."""
     folder = tmp_path_factory.mktemp("sft")
     rows = [
         {
@@ -115,14 +115,14 @@ def test_what_it_shows_and_that_this_loads_no_jax():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ({"dataset_type": "synthetic"}, "dataset_type=synthetic has no conversations; take grain, hf or tfds"),
+        ({"dataset_type": "synthetic"}, "dataset_type=synthetic has no conversations; use grain, hf or tfds"),
         ({"grain_file_type": "text"}, "grain_file_type=text has no conversations"),
         ({"tokenize_train_data": False}, "tokenize_train_data=false: conversations are text"),
         ({"use_sft": False}, "use_sft=false: trainer.sft is for supervised fine-tuning"),
         ({"tokenizer_type": "auto"}, "a tokenizer is not trained on conversations"),
         ({"train_data_columns": "[a,b,c]"}, "must be one column of messages, or two"),
         ({"chat_template": "x", "chat_template_path": "y"}, "give only one of them"),
-        ({"chat_template": "chat.jinja"}, "no template; name its file with chat_template_path"),
+        ({"chat_template": "chat.jinja"}, "this is not a template; give a template's file with chat_template_path"),
         ({"chat_template_path": "gone.jinja"}, "there is no such file"),
         ({"formatting_func_path": "f"}, "not the path of a function, package.module:function"),
         ({"train_data_columns": "gone"}, "there is no column gone"),

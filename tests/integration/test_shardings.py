@@ -1,4 +1,4 @@
-"""`python -m trainer.shardings`: the table as text, as JSON and side by side, and that it is correct."""
+"""`python -m trainer.shardings`: the table as text, as JSON and side by side, and whether it is correct."""
 
 import json
 from pathlib import Path
@@ -56,15 +56,15 @@ def test_rows_and_totals_are_the_arithmetic_of_the_mesh(capsys):
         "per_device_shape": [2, 8, 16],
         "bytes": 4 * 2 * 16 * 32,
         "bytes_per_device": 4 * 2 * 8 * 16,
-        "replicated": 0.5,  # over data
+        "replicated": 0.5,  # sharded over data
     }
     assert rows["step"]["replicated"] == 1 - 1 / 8
     assert rows["params/decoder/layers/mlp/wo/kernel"]["spec"] == [[], ["tensor"], ["fsdp"]]
     totals = found["totals"]
-    # Attention, MLP and norms of two blocks, the embedding table, the final norm.
+    # The attention, MLP and norms of two blocks, the embedding table, and the final norm.
     assert totals["parameters"] == 2 * (2 * 16 * 8 * (4 + 2) + 3 * 16 * 32 + 2 * 16) + 64 * 16 + 16
     assert totals["parameters_bytes"] == totals["gradients_bytes"] == 4 * totals["parameters"]
-    assert totals["optimizer_bytes"] == 2 * totals["parameters_bytes"] + 2 * 4  # moments and two counts
+    assert totals["optimizer_bytes"] == 2 * totals["parameters_bytes"] + 2 * 4  # two moments, and two counts
     assert all(type(value) is int for value in totals.values())
 
 
@@ -102,7 +102,7 @@ def test_two_configurations_beside_each_other(capsys):
         ["shard_optimizer_over_data", "false", "true"],
     ]
     assert any(line.startswith("opt_state/1/0/mu/") and line.endswith("absent") for line in lines)
-    assert lines[-1].startswith("1 of ")  # the step is equal
+    assert lines[-1].startswith("1 of ")  # only the step count is equal
 
 
 def test_two_meshes_beside_each_other(capsys):
@@ -144,7 +144,7 @@ def test_a_layout_that_leaves_much_whole_is_refused():
 
 
 def test_a_kernel_and_a_bias_that_disagree_are_named(capsys, monkeypatch):
-    """A user's block whose kernels have axis names and whose biases have none; also under Zero-1."""
+    """A user's block with axis names for its kernels but not for its biases; also with Zero-1."""
 
     def outputs(name, axis):
         return f"[{name}] are sharded by [{axis}], the bias [-] by [-]; give the bias the axis names of the outputs"

@@ -1,4 +1,4 @@
-"""Runs with weight sparsity: resumed across an update of the masks, loaded, exported."""
+"""Runs with weight sparsity: resumed across a mask update, loaded, and exported."""
 
 import numpy as np
 import pytest
@@ -48,11 +48,11 @@ def test_a_run_is_resumed_loaded_and_exported(tmp_path):
         "sparse       2 of 4 inputs, from step 2: decoder/layers (mlp/wi_0, mlp/wi_1, mlp/wo, self_attention/" in output
     )
     run("resumed", steps=3, **SPARSE)
-    run("resumed", steps=6, **SPARSE)  # masks are made after steps 4 and 6
+    run("resumed", steps=6, **SPARSE)  # masks are updated after steps 4 and 6
     assert_equal(runs / "resumed", runs / "whole", updates=6)
     run("whole", "weight_sparsity_n: 2 -> 1", steps=8, **SPARSE | {"weight_sparsity_n": 1})
 
-    # A Hugging Face folder has zeros where weights are masked, so that a dense model computes the same.
+    # A Hugging Face folder has zeros for masked weights, so that a dense model computes the same.
     export([str(runs / "whole"), str(tmp_path / "hf"), "format=hf"])
     found, mask = values_of(runs / "whole"), values_of(runs / "whole")[f"{QUERY}/product/mask"]
     kernel = found[f"{QUERY}/kernel"]
@@ -60,14 +60,14 @@ def test_a_run_is_resumed_loaded_and_exported(tmp_path):
     run("sparse", steps=2, load_parameters_path="runs/whole", **SPARSE)
     run("dense", steps=1, load_parameters_path="hf")
     assert first_loss(runs / "sparse") == first_loss(runs / "dense")
-    run("as-it-is", steps=1, load_parameters_path="runs/whole")  # sparse, as its folder says
+    run("as-it-is", steps=1, load_parameters_path="runs/whole")  # sparse, as its config.yml specifies
     assert first_loss(runs / "as-it-is") == first_loss(runs / "sparse")
     hint = "to load it, give: weight_sparsity_n=2 weight_sparsity_m=4"
     run("refused", hint, steps=1, load_parameters_path="runs/whole", model_name="default")
     output = run("from-dense", steps=2, load_parameters_path="runs/dense", **SPARSE)
     assert "absent, with initial values: decoder/layers/mlp/wi_0/product" in output
 
-    # Another order of a head's entries: the masks follow.
+    # If the export reorders the entries of heads, it reorders the masks, too.
     words = [f"{key}={value}" for key, value in pinned(ALL_COMBINATIONS[0]).items()]
     export([str(runs / "whole"), str(tmp_path / "pairs"), "format=params", "rope_interleave=true", *words])
     pairs = values_of(tmp_path / "pairs")

@@ -1,4 +1,4 @@
-"""load_parameters_path alone: training, resuming, compiling and tables take the model from the folder."""
+"""With load_parameters_path alone, training, resuming, compiling and tables take the model from the folder."""
 
 import contextlib
 import io
@@ -36,7 +36,7 @@ RUN = {"steps": 2, "checkpoint_period": 1, "max_num_checkpoints_to_keep": "none"
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A folder with data, a run, and its exports hf, params and model.gguf. The vocabulary has rows without tokens."""
+    """Returns a folder with data, a run and its exports hf, params, model.gguf. Some vocabulary rows have no token."""
     folder = tmp_path_factory.mktemp("start")
     (folder / "corpus.txt").write_text("def f(x):\n    return x + 1\n" * 500)
     train_bpe(["def f(x): return x"], 260).save(folder)
@@ -81,7 +81,7 @@ def test_a_dry_run_shows_where_its_keys_come_from(here, path):
 
 @pytest.mark.parametrize(("name", "path"), [("b", "model.gguf"), ("", "hf")])
 def test_a_run_does_not_need_the_folder_any_more(here, name, path):
-    """Whether it has a name, or is found by its configuration."""
+    """The run is resumed by its name, or found by its configuration."""
     run = here / "runs" / (name or "run-0001")
     code, said = begun(path, run_name=name)
     assert code == 0, said

@@ -61,7 +61,7 @@ MAXTEXT_LINE = re.compile(
     r"^completed step: \d+, seconds: \d+\.\d{3}, TFLOP/s/device: \d+\.\d{3}, Tokens/s/device: \d+\.\d{3}, "
     r"total_weights: \d+, loss: \d+\.\d{3}, lm_loss: \d+\.\d{3}, perplexity: \d+\.\d{3}(, |$)"
 )
-# A real run on text, small enough for the suite. CI trains on the sources of Python with the README's first command.
+# A real run on text, small enough for the test suite. CI trains on Python's sources with the README's first command.
 TEXT = (
     TINY
     | pinned("nnx")
@@ -82,9 +82,9 @@ TEXT = (
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """The keys for a text, made of sources of this project, and for the folder of its prepared data."""
+    """Returns the keys for a text, made of sources of this project, and for the folder of its prepared data."""
     folder = tmp_path_factory.mktemp("corpus")
-    # So many documents that some of them are held out, whatever the sources become.
+    # The number of documents is large enough that some are held out, however the sources change.
     parts = [part for source in sorted(SOURCES.glob("*.py")) for part in source.read_text().split("\n\n\n")]
     write_records(folder / "sources.jsonl", "jsonl", [{"text": part} for part in parts])
     return {"grain_train_files": folder / "sources.jsonl", "data_cache_directory": folder / "cache"}
@@ -102,13 +102,13 @@ def rows_of(run_dir: Path) -> tuple[list[dict], list[dict]]:
 
 
 def steps_of_profile(run_dir: Path) -> list[int]:
-    """Returns the steps in the run's only trace, which comes with a compressed memory profile."""
+    """Returns the steps in the run's only trace, which must have a compressed memory profile."""
     (place,) = (run_dir / "tensorboard" / "plugins" / "profile").iterdir()
     assert gzip.decompress((place / "memory.prof").read_bytes())
     (trace,) = place.glob("*.xplane.pb")
     lines = [line for plane in jax.profiler.ProfileData.from_file(str(trace)).planes for line in plane.lines]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # jaxlib 0.12's own; as an error it ends the process
+        warnings.simplefilter("ignore", DeprecationWarning)  # a jaxlib 0.12 warning
         stats = [dict(event.stats) for line in lines for event in line.events if event.name == "train"]
     return sorted(each["step_num"] for each in stats)
 
@@ -127,7 +127,7 @@ def test_a_run_on_text_from_any_folder_without_a_yml(tmp_path, corpus, monkeypat
     assert [row["step"] for row in steps] == list(range(12))
     assert all(set(row) == STEP_FIELDS for row in steps)
     assert all(row["loss"] == row["lm_loss"] for row in steps)
-    # The last token of a document has no target, and the last row of the text is not full.
+    # The last token of a document has no target, and the last row of the text is only partly filled.
     fewest, *others = sorted(row["tokens"] for row in steps)
     assert fewest > 3 * 60
     assert all(4 * 60 < tokens <= 4 * 64 for tokens in others)
@@ -150,16 +150,17 @@ def test_a_run_on_text_from_any_folder_without_a_yml(tmp_path, corpus, monkeypat
     assert "<p>After 12 updates:</p><pre><b>def </b>" in page
     assert re.search(r"<td>steps</td><td>12</td><td>\d+</td><td>command line</td>", page)
 
-    # The last checkpoint has sidecar metadata next to its arrays.
+    # The last checkpoint has sidecar metadata beside its arrays.
     beside = run_dir / "checkpoints" / "12" / "run"
     assert (beside / "config.yml").read_text() == (run_dir / "config.yml").read_text()
     assert json.loads((beside / "tokenizer" / "tokenizer.json").read_text())["model"]["type"] == "BPE"
 
-    # The resolved configuration is complete: it runs again unchanged, on the prepared data, with the same losses.
+    # The resolved configuration is complete: without changes, it runs again on the prepared data, with the same losses.
     resolved = yaml.safe_load((run_dir / "config.yml").read_text())
     assert resolved["dtype"] == "float32"
     assert set(schema().keys) - set(resolved) == {"run_name", *PROCESSES, *SUPERVISION}
-    # Profiling some steps changes nothing. In a process of its own: JAX's profiler crashes where libtpu was loaded.
+    # Profiling some steps changes no result. Needs another process: JAX's profiler crashes where libtpu has been
+    # loaded.
     profiled = ["profiler=xplane", "skip_first_n_steps_for_profiler=2", "profiler_steps=3"]
     again = run_module(str(run_dir / "config.yml"), *profiled, cwd=tmp_path)
     assert again.returncode == 0, again.stderr
@@ -169,7 +170,7 @@ def test_a_run_on_text_from_any_folder_without_a_yml(tmp_path, corpus, monkeypat
     page = (tmp_path / "runs" / "run-0002" / "report.html").read_text()
     assert re.search(r"<td>steps</td><td>12</td><td>\d+</td><td>[^<]*runs/run-0001/config.yml:\d+</td>", page)
     repeated, _ = rows_of(tmp_path / "runs" / "run-0002")
-    for name in ("loss", "grad_norm"):  # the same command gives the same bits
+    for name in ("loss", "grad_norm"):  # the same command leads to the same bits
         assert [row[name] for row in repeated] == [row[name] for row in steps]
 
 
@@ -228,7 +229,7 @@ def test_a_prompt_that_fills_the_row_is_refused_before_training(tmp_path, corpus
 
 
 class Recording:
-    """A configuration that records which keys were read."""
+    """A configuration that records which keys are read."""
 
     def __init__(self, config, seen):
         self.__dict__.update(_config=config, _seen=seen)
@@ -246,7 +247,7 @@ class Recording:
         return iter(self._config)
 
 
-# Keys that are used only before a run begins.
+# Keys that are read only before a run begins.
 READ_BY_LOADING = {
     "model_name": "chooses a preset while the configuration is loaded",
     "global_parameter_scale": "applied while the configuration is loaded",
@@ -276,7 +277,7 @@ READ_BY_LOADING = {
 
 
 def other_sources(folder: Path) -> list[list[str]]:
-    """Returns command lines for the other kinds of data, and makes the files that they name."""
+    """Returns command lines for the other kinds of data, and writes the files that they name."""
     import datasets
 
     write_tfds(folder / "tfds")
@@ -353,7 +354,7 @@ def test_every_key_is_read(tmp_path, monkeypatch, corpus):
         token_order(run.config)
         state, *rest = run.abstract_args()
         jax.eval_shape(run.computation.update, run.codec.unpack(state), *rest)
-    monkeypatch.setattr("trainer.evaluation.in_run.engine_of_run", lambda run, slots: None)  # that reads every key
+    monkeypatch.setattr("trainer.evaluation.in_run.engine_of_run", lambda run, slots: None)  # it reads every key
     run = build(load(arguments("nnx")).config, jax.devices()[:1])
     RunTasks(run, [], None, None, [], print)
     Profiler(Recording(load(["profiler=xplane"]).config, seen), tmp_path, 0, print)

@@ -29,7 +29,7 @@ STEPS = {"steps": 6, "eval_interval": 3, "eval_steps": 1, "per_device_batch_size
 
 
 def train_compile(*args, cwd, flags=""):
-    env = os.environ | {"XLA_FLAGS": flags, "JAX_COMPILATION_CACHE_DIR": ""}  # it does not use the cache
+    env = os.environ | {"XLA_FLAGS": flags, "JAX_COMPILATION_CACHE_DIR": ""}  # disables the cache
     command = [sys.executable, "-m", "trainer.train_compile", *args]
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
 
@@ -55,8 +55,8 @@ def test_train_takes_the_step_that_another_process_compiled(tmp_path, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(Run, "trace_on_leaves", lambda run, rows=None: pytest.fail("compiled"))
         assert losses(tmp_path / "loaded", ("compiled_trainstep_file", step)) == expected
-    assert [(number, bool(loss)) for number, loss, _ in expected].count((2, False)) == 1  # an evaluation
-    assert f"loaded the training step from {step}, nothing is compiled" in capsys.readouterr().out
+    assert [(number, bool(loss)) for number, loss, _ in expected].count((2, False)) == 1  # with an evaluation
+    assert f"loaded the training step from {step}; nothing is compiled" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="2"):
         losses(tmp_path / "other", ("compiled_trainstep_file", step), ("learning_rate", 0.5))
     assert "learning_rate: 0.006 -> 0.5" in capsys.readouterr().err
@@ -81,7 +81,7 @@ def test_a_step_that_does_not_fit_is_a_report(tmp_path):
     report = json.loads((tmp_path / "report.json").read_text())
     assert done.returncode == 3
     assert done.stderr.startswith("error: does not fit: it needs ")
-    assert len(done.stderr.splitlines()) == 1  # no output of libtpu
+    assert len(done.stderr.splitlines()) == 1  # libtpu's output is suppressed
     assert not report["fits"]
     assert report["missing_bytes"] == report["peak_bytes"] - report["hbm_bytes"] > 0
     assert report["largest_buffers"][0]["shape"].endswith("[4096,256,32000]")
@@ -103,7 +103,7 @@ def test_a_step_out_of_all_proportion_is_not_compiled(size):
 @pytest.mark.rest(covered_by="the same program on CPU devices")
 @needs_libtpu
 def test_the_step_of_every_train_state_is_the_same_program_for_a_tpu():
-    """As on a CPU (test_five_combinations.py), but with the fused kernel. So the tests below compile only one."""
+    """As on CPUs (test_five_combinations.py), but with the fused kernel. So the tests below compile only one."""
 
     def text(combination):
         config = load(arguments(combination, **TPU)).config
@@ -116,13 +116,14 @@ def test_the_step_of_every_train_state_is_the_same_program_for_a_tpu():
         assert text(combination) == expected, combination
 
 
-# Numbers that no other axis has. Two rows of three heads would be as large as a weight of six.
+# Unique axis sizes, so that no activation is as large as a weight: two rows of three heads would be as large as a
+# weight with six.
 HEADS = {"base_num_query_heads": 9, "base_num_kv_heads": 3}
 
 
 @pytest.fixture(scope="module")
 def on_two_slices():
-    """Returns the step on two slices of four chips: its run, the compiled step and the report."""
+    """Returns the run, compiled step and report for two slices of four chips."""
     sizes = {"per_device_batch_size": 2, **HEADS}
     slices = {"compile_topology_num_slices": 2, "dcn_data_parallelism": 2}
     config = load(arguments("nnx", **TPU | sizes | slices)).config
@@ -131,7 +132,7 @@ def on_two_slices():
 
 @needs_libtpu
 def test_the_step_compiles_for_a_tpu(on_two_slices):
-    """The program has a fused kernel, and no copy of all layers in bfloat16."""
+    """The program has a fused kernel, and no bfloat16 copy of all layers."""
     run, compiled, report = on_two_slices
     assert (run.config.dtype, run.config.attention) == ("bfloat16", "splash")
     assert (report.devices, dict(report.mesh), report.fits) == (8, {"data": 2, "fsdp": 4}, True)
@@ -146,7 +147,7 @@ def test_the_step_compiles_for_a_tpu(on_two_slices):
     entry = compiled.as_text().partition("\nENTRY ")[2]
     named = re.findall(r" parameter\(\d+\),.*op_name=\"([^\"]*)\"", entry)
     assert sum(name.startswith(STATE) for name in named) == len(jax.tree.leaves(run.abstract_args()[0]))
-    assert report.gradients_reduced_in == ["bf16", "f32"]  # independent of grad_dtype, and the report says so
+    assert report.gradients_reduced_in == ["bf16", "f32"]  # regardless of grad_dtype, as the report must state
     reduced = [line.strip() for line in report_text(report).splitlines() if "gradients are reduced" in line]
     assert reduced == [
         "gradients are reduced in bf16 and f32; bf16 instead of grad_dtype=float32 where their operands are in bf16"
@@ -158,7 +159,7 @@ def test_the_step_compiles_for_a_tpu(on_two_slices):
 
 @needs_libtpu
 def test_a_tpu_neither_pads_gradients_nor_copies_heads_into_another_order(on_two_slices):
-    """64 columns would be padded to 128. So the gradients of wo, like the weights, are stored transposed.
+    """64 columns would be padded to 128, so the gradients of wo are stored transposed, like the weights.
 
     The attention kernel reads and writes arrays with heads first, and products with weights use the same order. The
     only exception is the query gradient, which the kernel returns in float32: the compiler transposes it for RoPE.
@@ -196,11 +197,11 @@ def test_islands_on_two_slices_send_between_them_only_to_synchronize():
 @pytest.mark.rest(covered_by="the products in the jaxpr")
 @needs_libtpu
 def test_a_tpu_multiplies_the_integers_that_it_gathers():
-    """Products of all layers have int8 operands, and devices gather the weights as int8."""
+    """Products in all layers have int8 operands, and devices all-gather the weights as int8."""
     keys = {"base_num_decoder_layers": 2, "remat_policy": "none", "quantization": "int8"}
     config = load(arguments("nnx", **TPU | keys)).config
     run, _, report = compile_for_topology(config, TPU_QUICKLY)
-    # Three products of each matrix of the layers, for the tokens of a device.
+    # Each layer matrix has three products with the tokens of a device.
     layers = [leaf.size for name, leaf in by_name(run.model.abstract[0]).items() if name.endswith("kernel")]
     tokens = config.max_target_length
     assert report.cost.matmul_flops["s8"] == pytest.approx(3 * 2 * tokens * sum(layers), rel=0.01)

@@ -1,4 +1,4 @@
-"""Zero-1 in the compiled step: its memory per device, its collectives, and that it trains to the same values."""
+"""Zero-1 in the compiled step: memory per device, collectives, and equal training results."""
 
 import functools
 import math
@@ -43,14 +43,13 @@ def state_bytes(run):
 
 
 def batch_bytes(run):
-    """Returns the bytes of the batch that the step reads on a device. Row indices are for dropout, which is off
-    here."""
+    """Returns the size of the step's batch on a device. Dropout is off here, so row indices are not read."""
     args = [leaf for name, leaf in run.abstract_args()[1].items() if name != "row"]
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in args)
 
 
 def collectives(program, kind):
-    """Returns (shape, or shapes if several are combined; the computation) of every collective of a kind."""
+    """Returns (shape, or shapes if combined; enclosing computation) of every collective of a kind."""
     found, computation = [], ""
     for line in program.as_text().splitlines():
         if line.startswith(("%", "ENTRY")):
@@ -64,11 +63,11 @@ def test_a_device_holds_its_part_of_parameters_and_optimizer():
     for overrides, parts in (({}, 1), ({"shard_optimizer_over_data": True}, 8)):
         run, program = compiled(**overrides)
         here, total, whole = state_bytes(run)
-        counts = ["step", "opt_state/1/0/count", "opt_state/1/2/count"]  # of steps, of Adam and of the schedule
+        counts = ["step", "opt_state/1/0/count", "opt_state/1/2/count"]  # of steps, Adam, schedule
         held_whole = 4 * len(counts)
         assert here == (total - held_whole) // parts + held_whole
         assert (sorted(whole) == sorted(counts)) or parts == 1
-        # The program takes exactly this as arguments and returns it in the same memory.
+        # The program's arguments are exactly this state and the batch, and it returns the state in the same memory.
         memory = program.memory_analysis()
         assert memory.argument_size_in_bytes == here + batch_bytes(run)
         assert memory.alias_size_in_bytes >= here - held_whole
@@ -83,11 +82,11 @@ def test_parameters_are_gathered_once_outside_of_every_loop(microbatches):
     found = collectives(program, "all-gather")
     assert sorted(shape for shape, _ in found) == sorted(shapes)
     assert {computation for _, computation in found} == {"ENTRY"}
-    assert collectives(program, "all-reduce")  # of gradients; shows that the search finds collectives
+    assert collectives(program, "all-reduce")  # gradients are all-reduced; shows that the search finds collectives
 
 
 def update_program(**overrides):
-    """Returns the run, and the compiled update of only its optimizer."""
+    """Returns the run, and its compiled optimizer update alone."""
     run = build(load(arguments(ALL_COMBINATIONS[0], **DATA, **overrides)).config, jax.devices())
     tree = run.codec.unpack(run.abstract_args()[0])
 
@@ -103,7 +102,7 @@ def test_muons_matrices_stay_whole_on_a_device_and_are_not_gathered():
     zero1 = {"opt_type": "muon", "shard_optimizer_over_data": True}
     run, program = update_program(**zero1, base_num_decoder_layers=8)
     found = {(collective.kind, collective.size) for collective in analyze(program.as_text(), run.mesh).collectives}
-    assert found == {("all-reduce", 4)}  # scalars: the global gradient norm
+    assert found == {("all-reduce", 4)}  # scalars for the global gradient norm
     _, _, whole = state_bytes(run)
     assert not [name for name in whole if name.endswith("kernel")]
 
@@ -118,7 +117,7 @@ def test_plain_data_parallelism_gathers_nothing():
 
 @functools.cache
 def trained(combination=ALL_COMBINATIONS[0], **overrides):
-    """Returns losses and gradient norms of three SGD steps, and the parameters after them."""
+    """Returns the losses and gradient norms of three SGD steps, and the final parameters."""
     run, program = compiled(combination, **SGD, **overrides)
     state, rows = state_from(run, first_tree(run)), []
     for i in range(3):
@@ -133,13 +132,13 @@ def test_it_learns_what_data_parallelism_learns(combination):
     rows, params = trained()
     split_rows, split_params = trained(combination, shard_optimizer_over_data=True)
     np.testing.assert_allclose(split_rows, rows, rtol=1e-6)
-    # Sums over devices have another order.
+    # Sums over devices are added in another order.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), split_params, params)
 
 
 @pytest.mark.rest(covered_by="collectives of the program on CPU devices")
 def test_a_tpu_gathers_the_matrices_of_a_small_model_in_the_dtype_of_the_products(monkeypatch):
-    """Compiled ahead of time: the cast comes before the all-gather, which therefore sends half the bytes of float32.
+    """Compiled ahead of time: casting precedes the all-gather, which therefore sends half the bytes of float32.
 
     The compiler decides this. It all-gathers larger matrices in float32 (docs/benchmarks/sharding.md).
     """

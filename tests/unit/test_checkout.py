@@ -1,4 +1,4 @@
-"""Tests run this checkout, and so do the processes that they start; see tests/checkout.py."""
+"""Tests and the processes that they start import this checkout; see tests/checkout.py."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from checkout import SRC
 import trainer
 
 TESTS = Path(__file__).parents[1]
-# Code that starts a process without subprocess.Popen, or changes what it would import.
+# Code that starts a process without subprocess.Popen, or changes what the process would import.
 AROUND = re.compile(r"os\.(?:system|popen|exec\w*|spawn\w*|posix_spawn\w*|fork)\(|(?:del|set)env\(.PYTHONPATH")
 SHOW = "import trainer; print(trainer.__file__)"
 
@@ -26,7 +26,7 @@ def test_this_process_imports_this_checkout():
 
 @pytest.mark.parametrize("environment", [None, {"XLA_FLAGS": ""}])
 def test_another_process_imports_this_checkout(tmp_path, environment):
-    """Starts it in another folder, with this process's environment, changed or not."""
+    """Starts a process in another folder, with this process's environment, unchanged or changed."""
     env = None if environment is None else os.environ | environment
     done = subprocess.run(
         [sys.executable, "-c", SHOW], env=env, cwd=tmp_path, capture_output=True, text=True, check=True

@@ -1,4 +1,4 @@
-"""Which tests use the combination of base.yml, and that no other test can; see tests/pins.py."""
+"""Which tests use base.yml's combination, and that no other test can; see tests/pins.py."""
 
 import subprocess
 import sys
@@ -73,6 +73,6 @@ def test_the_list_has_no_dead_entry():
     for entry in TAKE_THE_DEFAULT:
         file, _, name = entry.partition("::")
         path = TESTS / file
-        if path.is_file():  # tests of Linen are deleted with it
+        if path.is_file():  # tests of Linen will be deleted together with Linen
             assert MARK in path.read_text()
             assert f"def {name}" in path.read_text()

@@ -1,4 +1,4 @@
-"""Properties of the source: which file names the flags, what a package may import, how fast the package loads."""
+"""Properties of the source: which files name the flags, what packages may import, and how fast the package loads."""
 
 import ast
 import contextlib
@@ -15,7 +15,7 @@ from trainer.models import FAMILIES
 
 def test_one_file_names_the_flags():
     naming = [path.relative_to(SOURCE) for path in FILES if any(flag in path.read_text() for flag in FLAGS)]
-    assert naming == ([Path("config/flags.py")] if FLAGS else [])  # no file after the flags are removed
+    assert naming == ([Path("config/flags.py")] if FLAGS else [])  # empty after the flags are removed
 
 
 def test_layers_models_and_ops_hold_no_mesh():
@@ -25,7 +25,7 @@ def test_layers_models_and_ops_hold_no_mesh():
 
 
 def test_layers_and_ops_take_no_configuration():
-    """Errors, and names and types of single capabilities: a block can be used in a notebook."""
+    """They may import errors, and names and types of single capabilities, so that a block works in a notebook."""
     for package in ("layers", "ops"):
         for path in (SOURCE / package).rglob("*.py"):
             names = [name for name in imported(path) if name.startswith("trainer.config.")]
@@ -34,7 +34,7 @@ def test_layers_and_ops_take_no_configuration():
 
 
 def test_an_import_names_the_file():
-    """So that importing one file does not load its neighbours. The helpers of sharding are one interface."""
+    """So that importing one file does not load its siblings. Sharding's helpers form one interface."""
     packages = {path.parent.name: imported(path) for path in FILES if path.name == "__init__.py"}
     with_names = [name for name, found in packages.items() if any(it.startswith("trainer") for it in found)]
     assert {*with_names} - {"trainer"} == {"sharding"}
@@ -61,14 +61,14 @@ def test_importing_the_package_and_the_configuration_loads_no_jax():
 
 
 def test_only_models_names_a_family():
-    """In code; a docstring may cite the paper of a family."""
+    """Code must not, but a docstring may cite a family's paper."""
     for path in FILES:
         if path.relative_to(SOURCE).parts[0] != "models":
             assert words_of(path).isdisjoint(FAMILIES), path
 
 
 def words_of(path: Path) -> set[str]:
-    """Returns the words of the names and the text in a file's code, without docstrings and comments."""
+    """Returns the words in the names and strings of a file's code, without docstrings and comments."""
     tree = ast.parse(path.read_text())
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
     docstrings = {id(node.body[0].value) for node in ast.walk(tree) if isinstance(node, documented) and is_text(node)}

@@ -1,4 +1,4 @@
-"""What a run of the whole suite leaves out (tests/whole.py), and how many programs it may make (tests/programs.py)."""
+"""Which tests a run of the suite skips (tests/whole.py), and how many programs it may compile (tests/programs.py)."""
 
 import re
 from pathlib import Path
@@ -52,7 +52,7 @@ def test_a():
 
 @pytest.fixture
 def run(pytester, monkeypatch):
-    """Runs the tests of a file with whole.py, and returns pytest's exit code, what it ran, and what it said."""
+    """Runs the tests of a file with whole.py, and returns pytest's exit code, the tests that ran, and the output."""
     monkeypatch.setattr(whole, "BETWEEN", ("between",))
     pytester.makeini("[pytest]\ntestpaths = .\naddopts = -p no:cacheprovider --strict-markers")
 
@@ -82,9 +82,9 @@ def test_the_marked_tests_and_cases_are_left_out(run):
 def test_a_share_has_every_nth_file_of_those_that_a_run_has(run, pytester):
     usual, rest = set(USUAL.split()), set(REST.split())
     pytester.makepyfile(test_first="def test_plain(): pass")
-    assert run(FILE, "--tests=rest", "--share=1/2")[:2] == (0, rest)  # test_first.py has none of the rest
+    assert run(FILE, "--tests=rest", "--share=1/2")[:2] == (0, rest)  # no test of test_first.py is in the rest
     assert run(FILE, "--share=2/2")[:2] == (0, usual)
-    assert run(FILE, "--share=1/2")[:2] == (0, set())  # test_first.py
+    assert run(FILE, "--share=1/2")[:2] == (0, set())  # only test_first.py
     assert run(FILE, "--tests=rest", "--share=2/2")[0] == pytest.ExitCode.NO_TESTS_COLLECTED
     assert run(FILE, "--share=1/2")[2].count("left out: 14 others") == 1
     assert run(FILE, "--share=3/2")[0] == pytest.ExitCode.USAGE_ERROR
@@ -125,9 +125,11 @@ def test_the_files_that_cover_exist():
 
 @pytest.fixture
 def counted(pytester, monkeypatch):
-    """Runs tests of two folders that make programs, one each, beside workers that have made others, and returns
-    pytest's exit code and what it says."""
-    monkeypatch.setattr(compiler, "OBSERVERS", [])  # without the plugin of this run
+    """Runs a test in each of two folders, beside workers that have compiled other programs.
+
+    Each test compiles programs. Returns pytest's exit code and output.
+    """
+    monkeypatch.setattr(compiler, "OBSERVERS", [])  # disables the plugin of this pytest run
     monkeypatch.setattr(programs, "LIMITS", {"few": 3})
     monkeypatch.setattr(programs, "OTHERS", 0)
     pytester.makeini("[pytest]\ntestpaths = .\naddopts = -p no:cacheprovider -q")
@@ -168,13 +170,13 @@ def test_other_runs_have_no_limits(counted):
 
 
 def test_a_worker_reports_what_it_made():
-    """Equal programs once, wherever they are compiled."""
+    """Equal programs count once, in whichever folder they are compiled."""
     plugin, worker = programs.Programs(), SimpleNamespace(workeroutput={})
     for folder, numbers in {"unit/a": [1, 2, 1], "integration": [1]}.items():
         plugin.folder = folder
         for number in numbers:
             plugin.observe(jax.jit(lambda x, n=number: sum([x + n] * 300)).lower(1.0).compiler_ir())
-            plugin.observe(jax.jit(lambda x, n=number: x + n).lower(1.0).compiler_ir())  # is small
+            plugin.observe(jax.jit(lambda x, n=number: x + n).lower(1.0).compiler_ir())  # too small to count
     plugin.pytest_sessionfinish(SimpleNamespace(config=worker))
     made = worker.workeroutput["programs"]
     assert {folder: len(digests) for folder, digests in made.items()} == {"unit/a": 2, "integration": 1}

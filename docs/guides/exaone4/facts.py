@@ -1,4 +1,4 @@
-"""What the first stage asks about EXAONE 4.0. Without JAX, so that mistakes in its keys are found before JAX loads."""
+"""Facts about EXAONE 4.0 for the configuration check, which reports mistakes in keys before JAX is imported."""
 
 from trainer.config.capabilities.windows import ALTERNATING
 from trainer.config.family import Facts
@@ -8,7 +8,7 @@ _NORM = {"pre_self_attention_layer_norm/scale": "post_self_attention_layer_norm/
 
 
 def _gated(config):
-    """Returns what is wrong with these keys, or None."""
+    """Returns an error message, or None."""
     return None if len(config.mlp_activations) == 2 else "the MLP of this family is gated: give two activations"
 
 

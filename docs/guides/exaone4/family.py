@@ -1,7 +1,7 @@
 """EXAONE 4.0 (LG AI Research 2025, arXiv:2507.11407), the example of docs/guides/extending.md.
 
-Norms after attention and MLP and not before them, norms of each head's queries and keys. Three layers with a window and
-RoPE for each layer with neither; a model without windows has RoPE in every layer.
+Attention and MLP are followed, not preceded, by norms; each head's queries and keys have a norm. Three layers with a
+sliding window and RoPE alternate with one layer with neither. A model without windows has RoPE in every layer.
 """
 
 import functools
@@ -44,7 +44,7 @@ class Block(llama2.Block):
 
 
 def stacks(config):
-    """The blocks of one period, and how often it is repeated."""
+    """Returns the stacks of layers: the pattern of blocks, repeated, and the remaining layers."""
     pattern = windows(config)
     blocks = [functools.partial(Block, window=window, rotates=bool(window) or len(pattern) == 1) for window in pattern]
     return repeated(blocks, config.base_num_decoder_layers)
@@ -58,7 +58,7 @@ OWN = {
 
 
 def _read(said, refused):
-    """In transformers, layers without a window rotate only if the model has no `sliding_window`."""
+    """Refuses a window size if no layer has a window: transformers would then use RoPE in no layer."""
     if said["sliding_window"] and set(said.get("layer_types") or ()) == {"full_attention"}:
         refused.append(f"sliding_window={said['sliding_window']} without a layer of kind sliding_attention")
     return {}

@@ -122,7 +122,10 @@ def _ranges(live_range: str) -> list[tuple[str, str, str, str]]:
 
 
 def _peak(values: dict[tuple[str, str], tuple[int, int, str]], ranges: dict[tuple[str, str], tuple[int, int]]) -> int:
-    """Returns the time in the schedule at which live values take the most memory. Values at one offset count once."""
+    """Returns the time in the schedule at which live values take the most memory.
+
+    Values at the same offset count once.
+    """
     events: dict[int, list[tuple[int, int, int]]] = {}
     for key, (size, offset, _) in values.items():
         if key in ranges:
@@ -160,7 +163,7 @@ class _Origins:
         self.callers = {called: i for i in self.instructions.values() for called in i.called}
 
     def named(self, name: str) -> Instruction | None:
-        """Returns the nearest instruction with an op_name: this one, its first operand, or the loop that carries it."""
+        """Returns the nearest instruction with an op_name, along first operands and callers such as loops."""
         instruction = self.instructions.get(name)
         for _ in range(16):
             if instruction is None or instruction.op_name:

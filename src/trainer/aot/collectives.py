@@ -31,8 +31,8 @@ KINDS = (
     "collective-broadcast",
 )
 SUMS = ("all-reduce", "reduce-scatter")
-# The partitioner's name for the loop body of a ring of products whose sum is reduce-scattered by permutes. If the ring
-# all-gathers an operand instead, the name ends in _ag (openxla/xla, xla/service/spmd/dot_handler.cc).
+# The partitioner's name for the body of a loop of matrix products that reduce-scatters their sum by permutes around a
+# ring. If the loop all-gathers an operand instead, the name ends in _ag (openxla/xla, xla/service/spmd/dot_handler.cc).
 _SUMMING_RING = re.compile(r"(?:wide\.)*windowed_dot_general_body_rs(\.|$)")
 _GROUPS = re.compile(
     r"(?:replica_groups|source_target_pairs)=(mesh\[[^\]]*\](?:, device_ids=\(\[[\d,]+\](?:T\([\d,]+\))?\))? \{[^}]*\}"
@@ -104,7 +104,7 @@ def collectives(module: Module, mesh: Any = None) -> tuple[tuple[Collective, ...
 
 
 class Layout(NamedTuple):
-    """The axes of a mesh with their sizes, and the slice of each of its devices; [] if it has no devices."""
+    """The axes of a mesh, their sizes, and the slice of each device. `slices` is empty if the mesh has no devices."""
 
     names: list[str]
     sizes: list[int]
@@ -122,8 +122,8 @@ def layout_of(mesh: Any) -> Layout:
 def executed(
     layout: Layout, computation: Computation, instruction: Instruction, conditional: bool = False
 ) -> list[Collective]:
-    """Returns the transfers of one execution of a collective, one for each array. Their `devices` is 1 if it
-    communicates with no other device."""
+    """Returns the transfers of one execution of a collective, one for each array. `devices` is 1 if no data moves
+    between devices."""
     names, sizes, slices = layout
     kind = instruction.opcode.removesuffix("-start")
     sums = kind in SUMS or (kind == "collective-permute" and _SUMMING_RING.match(computation.name) is not None)
@@ -221,7 +221,7 @@ def _mesh_groups(axes: str, order: str | None, transposed: str | None, chosen: s
     """Returns the groups of `mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b':(2)2}`, along the chosen axes or
     sub-axes.
 
-    The sub-axis `'b':(m)n` of an axis of size s is the axis n of [m, n, s / (m n)].
+    The sub-axis `'b':(m)n` of an axis of size s is the middle axis after a reshape to [m, n, s / (m n)].
     """
     names = re.findall(r"'([^']+)'=", axes)
     sizes = [int(size) for size in _SIZES.findall(axes)]

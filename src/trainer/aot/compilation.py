@@ -22,17 +22,17 @@ def compile_step(
     options: Mapping[str, Any] | None = None,
     keep: Path | None = None,
 ) -> tuple[Any | None, Report]:
-    """Compiles a step. If the step does not fit, that is a result, not an error.
+    """Compiles a step. If the step does not fit in memory, returns a report that shows this, and raises no error.
 
     Args:
       step: the step to compile.
       lower: returns the lowered step.
       num_slices: the number of slices of the devices.
-      options: additional compiler options of XLA.
+      options: additional XLA compiler options.
       keep: a folder to which the compiler's dumps are copied.
 
     Returns:
-      The executable, None if it does not fit, and the report.
+      The executable (None if the step does not fit), and the report.
     """
     began = time.perf_counter()
     lowered = lower()

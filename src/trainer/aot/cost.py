@@ -1,4 +1,4 @@
-"""What a step costs: FLOPs, memory traffic and collectives, from the HLO text of a compiled module."""
+"""The cost of a step: FLOPs, memory traffic and collectives, from the HLO text of a compiled module."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -21,12 +21,14 @@ class Cost:
       transcendentals: elements of exp, log, tanh, ...
       bytes_accessed: bytes read and written in all memories.
       hbm_bytes: bytes read and written in main memory; on a TPU the compiler keeps some arrays in VMEM.
-      rolled_flops, rolled_bytes_accessed: these counts with each loop body counted once, as in `cost_analysis()`.
+      rolled_flops, rolled_bytes_accessed: `flops` and `bytes_accessed` with each loop body counted once, as in JAX's
+        `cost_analysis()`.
       collectives: grouped by kind, dtype, axes and size; see `aot.collectives`.
       notes: operations that could not be counted; empty if everything was counted.
       host_bytes: bytes read and written in the host's memory, which are copied over the link to the host.
-      schedule: the program in the order in which it runs, see `aot.schedule`.
-      unknown_loops: loops whose trip count is unknown, for example because it depends on data. Each counts as one turn.
+      schedule: the program's events in execution order; see `aot.schedule`.
+      unknown_loops: loops whose trip count is unknown, for example because it depends on data. Each counts as one
+        iteration.
     """
 
     flops: float
@@ -54,8 +56,8 @@ def analyze(hlo_text: str, mesh: Any = None, partitioned_text: str | None = None
 
     Args:
       hlo_text: the optimized module, `compiled.as_text()`.
-      mesh: the `jax.sharding.Mesh` of the compilation, or an ordered mapping from axis name to size; it gives the axes
-        of collectives. None: collectives are reported without axes.
+      mesh: the `jax.sharding.Mesh` of the compilation, or an ordered mapping from axis name to size. It
+        determines the axes of collectives; if it is None, they are reported without axes.
       partitioned_text: the module after partitioning (`aot.dump`), in which collectives are counted. Without it, TPU
         collectives are counted too often, because the optimized module repeats a collective in every fusion that
         overlaps it. On CPU the optimized module gives the same counts.

@@ -72,7 +72,7 @@ class Totals:
 
 
 class Counter:
-    """Totals of computations, each computed once."""
+    """Totals of computations and instructions, each computed once. If `rolled`, a loop body counts once, as in XLA."""
 
     def __init__(self, module: Module, rolled: bool):
         self.module = module
@@ -97,7 +97,7 @@ class Counter:
         return self.known[name, fused, groups]
 
     def instruction(self, computation: Computation, i: Instruction) -> Totals:
-        """Returns the totals of one execution of an instruction outside fusions, with the computations that it
+        """Returns the totals of one execution of an instruction outside fusions, including the computations that it
         calls."""
         if (computation.name, i.name) not in self.single:
             totals = self.single[computation.name, i.name] = Totals()
@@ -106,7 +106,7 @@ class Counter:
         return self.single[computation.name, i.name]
 
     def dearest(self, conditional: Instruction, fused: bool = False) -> str:
-        """Returns the name of the branch with the most operations; among equal ones, with the most traffic."""
+        """Returns the name of the branch with the most operations or, among those, the most memory traffic."""
 
         def price(name: str) -> tuple[float, float]:
             totals = self.computation(name, fused)
@@ -144,7 +144,7 @@ class Counter:
             self._applied(totals, computation, i)
 
     def _applied(self, totals: Totals, computation: Computation, i: Instruction) -> None:
-        """Adds reductions, scatters and sorts: they apply a small function many times."""
+        """Adds the operations of reductions, scatters and sorts, which apply a small function many times."""
         operands = [operand.shape.elements for operand in computation.operands(i)]
         window = math.prod(int(size) for size in products.window(i, "size"))
         if i.opcode == "reduce":
@@ -167,7 +167,7 @@ class Counter:
         totals.transcendentals += times * one.transcendentals
 
     def trips(self, computation: Computation, loop: Instruction) -> int:
-        """Returns how often a loop runs: once if that is unknown, or if loops are rolled."""
+        """Returns how often a loop runs; 1 if that is unknown, or if loops are rolled."""
         if self.rolled:
             return 1
         trips = loops.trips(self.module, computation, loop)

@@ -6,7 +6,7 @@
         finally:  # the files exist even if the step does not fit
             texts = dump.read(folder)
 
-The options apply to one compilation, so no environment variable must be set before the backend starts.
+The options apply to one compilation, so no environment variable needs to be set before the backend starts.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ _LIVE_RANGE = "after_optimizations-live-range.txt"
 
 
 class Dump(NamedTuple):
-    """Texts of one compilation; "" for files that the compiler did not write, as for `partitioned` on one device."""
+    """Texts of one compilation; "" if the compiler did not write the file. One device has no `partitioned`."""
 
     partitioned: str
     optimized: str
@@ -39,7 +39,7 @@ class Dump(NamedTuple):
 
 
 def options(folder: str | Path) -> dict[str, str | bool]:
-    """Returns the `compiler_options` with which a compilation writes the files for `read` into `folder`."""
+    """Returns `compiler_options` that make the compiler write into `folder` the files that `read` expects."""
     return {
         "xla_dump_to": str(folder),
         "xla_dump_hlo_as_text": True,
@@ -48,7 +48,7 @@ def options(folder: str | Path) -> dict[str, str | bool]:
 
 
 def given_folder(config: Config) -> Path:
-    """Creates the folder of `dump_hlo_local_dir` and returns it. Raises UserError if it is not writable."""
+    """Creates and returns the folder that `dump_hlo_local_dir` names. Raises UserError if it is not writable."""
     folder = local_path(config.dump_hlo_local_dir, "dump_hlo_local_dir=")
     why = why_not_writable(folder)
     try:
@@ -82,8 +82,8 @@ def read(folder: str | Path) -> Dump:
     files = sorted(Path(folder).glob("*.txt"))
 
     def text(pattern: str) -> str:
-        # A chip's other cores may have small programs. Take the last of the dumps that are at least half as large as
-        # the largest, because the compiler may retry with other options.
+        # A chip's other cores may have small programs, so ignore dumps below half the size of the largest. Take the
+        # last of the remaining dumps, because the compiler may retry with other options.
         sizes = {path: path.stat().st_size for path in files if path.match(f"*{pattern}")}
         largest = [path for path, size in sizes.items() if 2 * size >= max(sizes.values())]
         return largest[-1].read_text() if largest else ""

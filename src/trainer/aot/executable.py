@@ -45,8 +45,8 @@ def origin_of(config: Config, devices: Sequence[jax.Device], args: Any) -> Origi
     """Returns everything that a compiled step depends on.
 
     Args:
-      config: resolved.
-      devices: the devices of the mesh, in its order.
+      config: the resolved configuration.
+      devices: the devices in the order of the mesh.
       args: the step's abstract arguments, with shardings.
     """
     leaves = jax.tree_util.tree_leaves_with_path(args)
@@ -60,7 +60,7 @@ def origin_of(config: Config, devices: Sequence[jax.Device], args: Any) -> Origi
     ]
     return {
         "configuration": {name: _plain(config[name]) for name in keys}
-        # The only data property that counts: the documents per row, for kernels that read their lengths.
+        # The step depends on only one property of the data: the documents per row, for kernels that read lengths.
         | {"documents of a row": read_documents(config, compute_capability(devices))},
         "devices": {
             "kind": first.device_kind,
@@ -78,7 +78,7 @@ def origin_of(config: Config, devices: Sequence[jax.Device], args: Any) -> Origi
 
 
 def save(path: Path, compiled: Any, origin: Origin) -> None:
-    """Writes `compiled`, a step `(state, batch, frozen) -> (state, metrics)`. The file appears only once complete.
+    """Writes `compiled`, a step `(state, batch, frozen) -> (state, metrics)`. The file appears only when complete.
 
     Raises:
       UserError: the path cannot be written, or XLA may load the step wrongly.
@@ -87,8 +87,8 @@ def save(path: Path, compiled: Any, origin: Origin) -> None:
 
     if is_mixed_up(compiled, origin["devices"]["kind"], origin["devices"]["number"]):
         raise UserError(
-            f"compiled_trainstep_file={path}: this step passes arrays from device to device, and XLA mixes these up "
-            "in a loaded program of several CPU devices; leave the key out"
+            f"compiled_trainstep_file={path}: this step passes arrays from device to device, and XLA confuses these "
+            "arrays in a loaded program for several CPU devices; leave the key out"
         )
 
     payload, _, out_tree = serialize_executable.serialize(compiled)
@@ -104,10 +104,10 @@ def save(path: Path, compiled: Any, origin: Origin) -> None:
 
 
 def load(path: Path, origin: Origin, args: Any, devices: Sequence[jax.Device]) -> Any:
-    """Returns the compiled step in the file. It runs on `devices` and takes a list of the leaves of a state, a batch,
-    and the objective's frozen arrays.
+    """Returns the compiled step in the file, which runs on `devices`.
 
-    `args` are the abstract arguments of the step.
+    The step's three arguments are a list of a state's leaves, a batch, and the objective's frozen arrays. `args` are
+    the abstract arguments.
 
     The file contains executable code: load only files that you trust.
 
@@ -118,7 +118,7 @@ def load(path: Path, origin: Origin, args: Any, devices: Sequence[jax.Device]) -
 
     named = f"compiled_trainstep_file={path}"
     if devices[0].platform == "cpu" and len({device.process_index for device in devices}) > 1:
-        raise UserError(f"{named}: a compiled step of CPU devices runs in one process only; leave the key out")
+        raise UserError(f"{named}: a compiled step for CPU devices can run in only one process; leave the key out")
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -190,8 +190,8 @@ def _machine() -> str:
 
 
 def source_of_block(config: Config) -> dict[str, str]:
-    """Returns digests of the source files of a user's family and blocks, including imports from the same folder or
-    package, by the names that messages use; {} for a family of the trainer."""
+    """Returns a digest of the source files of a user's family and blocks, including their imports from the same folder
+    or package; {} for a built-in family. The key is the name that messages use."""
     if ":" not in config.decoder_block:
         return {}
     classes = map(block_class, blocks(stacks(config)))

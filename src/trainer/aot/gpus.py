@@ -17,8 +17,8 @@ _ABSENT = re.compile(r"(cuDNN|libdevice) not found|(?:[Cc]ouldn't|[Cc]annot|[Ff]
 
 @dataclass(frozen=True)
 class Target:
-    """A GPU that XLA compiles for. The figures are from XLA's xla/backends/gpu/target_config/specs (openxla/xla, read
-    on 2026-11-29); an H200's driver reported its bandwidth and cache size."""
+    """A GPU that XLA compiles for. The values are from XLA's xla/backends/gpu/target_config/specs (openxla/xla, read
+    on 2026-11-29), except the H200's bandwidth and cache size, which its driver reported."""
 
     capability: int  # major version of the CUDA compute capability
     cores: int
@@ -75,4 +75,4 @@ def parts_present() -> Iterator[None]:
         packages = f"nvidia-cuda-nvcc{'-cu12' if cuda == '12' else ''} nvidia-cudnn-cu{cuda}"
         reason = str(error).partition("\n")[0]
         part = match[1] or match[2]
-        raise UserError(f"the compiler for GPUs does not find {part}: pip install {packages} ({reason})") from None
+        raise UserError(f"the GPU compiler cannot find {part}: pip install {packages} ({reason})") from None

@@ -251,7 +251,7 @@ def _shape(dtype: str, dims: str, layout: str | None) -> Shape:
 def _frames(text: str) -> dict[int, tuple[str, int]]:
     """Returns `stack_frame_id` -> (file, line), from the tables before the first computation.
 
-    Takes the innermost frame of the call stack that is outside of installed packages, or else the innermost frame. XLA
+    Uses the call stack's innermost frame outside of installed packages, or else the innermost frame of all. XLA
     stores the number of a frame's parent plus 1, so 1 means no parent.
     """
     tables: dict[str, dict[int, str]] = {"StackFrames": {}, "FileLocations": {}, "FileNames": {}}

@@ -1,7 +1,8 @@
 """The cost of kernels that are opaque to the compiler.
 
-A Pallas kernel appears as a custom call. If the HLO text contains a `pl.CostEstimate` from its author, that is used.
-Otherwise a formula is looked up by the kernel's name: grid size times the cost of the body, from the operands' shapes.
+A Pallas kernel appears as a custom call. If the HLO text contains the author's `pl.CostEstimate`, the estimate is used.
+Otherwise, a formula chosen by the kernel's name computes the cost from the operands' shapes: the grid size times the
+cost of one execution of the body.
 On GPUs, cuBLAS products and cuDNN attention are custom calls, too.
 """
 
@@ -27,7 +28,7 @@ _OUT_OF_VMEM = re.compile(
 
 
 class KernelCost(NamedTuple):
-    """The cost of one call. `bytes`: bytes read and written; None: each operand and result is accessed once."""
+    """The cost of one call. `bytes`: bytes read and written; None if each operand and result is accessed once."""
 
     flops: float
     transcendentals: float
@@ -86,10 +87,10 @@ def _splash(products: int, suffix: str, resident: int = 2, keys_resident: bool =
       keys_resident: whether blocks of keys and values are resident, and queries and the output's gradient are streamed;
         otherwise the reverse.
 
-    If devices share the queries of a row, the cost is the mean over the devices.
+    If a row's queries are sharded over devices, the cost is the mean over the devices.
 
-    With a window, the fused backward kernel still has a grid of full width, and the HLO text does not show the blocks
-    that it skips. Its cost is therefore computed as without a window.
+    With a sliding window, the fused backward kernel still has a full-width grid, and the HLO text does not show which
+    blocks it skips. Its cost is therefore computed as if there were no window.
     """
 
     def formula(call: Instruction, operands: Sequence[Shape]) -> KernelCost:
@@ -116,7 +117,7 @@ def _splash(products: int, suffix: str, resident: int = 2, keys_resident: bool =
 
 
 def _length_and_width(shape: Shape, tensor: str, call: Instruction) -> tuple[int, ...]:
-    """Returns the tokens and the head width of queries (tensor "q") or keys ("k"), in either layout."""
+    """Returns the number of tokens and the head width of queries (tensor "q") or keys ("k"), for either layout."""
     layout = re.search(rf'\\"{tensor}_layout\\": (\d+)', call.text)
     seq_minor = layout is not None and layout[1] == "2"  # QKVLayout.SEQ_MINOR
     return shape.dims[-2:][::-1] if seq_minor else shape.dims[-2:]
@@ -149,9 +150,10 @@ def _cublas(call: Instruction, operands: Sequence[Shape]) -> KernelCost:
 def _cudnn_attention(call: Instruction, operands: Sequence[Shape]) -> KernelCost:
     """Returns the cost of cuDNN's fused attention, whose operands begin with queries, keys and values [b, t, h, d].
 
-    Counts the scores that the causal mask, the window and the documents leave unmasked. The kernel computes somewhat
-    more: whole tiles. Document lengths are known only at run time; assuming equal lengths gives a lower bound.
-    Forward products: scores, results. Backward: scores, gradients of probabilities, values, queries and keys.
+    Counts the scores that the causal mask, the window and the documents leave unmasked. The kernel computes
+    slightly more, because it processes whole tiles. Document lengths are known only at run time; assuming equal lengths
+    gives a lower bound.
+    Forward products: scores, results. Backward: scores, and the gradients of probabilities, values, queries and keys.
     """
     query, key, value = operands[:3]
     batch, length, heads, width = query.dims
@@ -174,7 +176,7 @@ def _number(call: Instruction, name: str, default: int) -> int:
 
 
 def _without_workspace(call: Instruction, operands: Sequence[Shape]) -> float:
-    """Returns the bytes of operands and results, without the kernel's workspace, which is the last result."""
+    """Returns the bytes of operands and results. The last of several results is a workspace and does not count."""
     results = call.shapes if len(call.shapes) == 1 else call.shapes[:-1]
     return float(sum(shape.bytes for shape in (*operands, *results)))
 

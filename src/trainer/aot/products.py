@@ -12,21 +12,21 @@ _GROUPS = re.compile(r'"is_ragged_dot":true,"num_groups_in_ragged_dot":"(\d+)"')
 
 
 def dot(product: Instruction, left: Shape) -> float:
-    """Returns the operations of a `dot` whose left operand has the shape `left`."""
+    """Returns the operation count of a `dot` whose left operand has the shape `left`."""
     width = math.prod(left.dims[axis] for axis in product.numbers("lhs_contracting_dims"))
     return 2.0 * product.shape.elements * width
 
 
 def window(i: Instruction, name: str) -> list[str]:
-    """Returns one part of `window={size=2x3 pad=0_1x0_0 stride=1x1}`, as a text per dimension."""
+    """Returns the part `name` of `window={size=2x3 pad=0_1x0_0 stride=1x1}`, as one string per dimension."""
     sizes = i.attribute("window").partition(f"{name}=")[2].split(" ")[0].rstrip("}")
     return sizes.split("x") if sizes else []
 
 
 def convolution(i: Instruction, left: Shape, right: Shape) -> float:
-    """Returns the operations of a `convolution`, without operations on padding.
+    """Returns the operation count of a `convolution`, excluding operations on padding.
 
-    Matrix products on a TPU are convolutions whose batch dimensions are windows with few valid positions.
+    On a TPU, matrix products are convolutions: their batch dimensions become windows with few valid positions.
     """
     inputs, rest = i.attribute("dim_labels").split("_")
     kernel, outputs = rest.split("->")
@@ -54,8 +54,8 @@ def convolution(i: Instruction, left: Shape, right: Shape) -> float:
 def groups(fusion: Instruction) -> int:
     """Returns the number of groups of a grouped product (`jax.lax.ragged_dot`) on a TPU; 1 for other fusions.
 
-    In the HLO text, the fusion multiplies every row with the matrix of every group, and masks the results. The kernel
-    visits only the row tiles that contain rows of the group (docs/experiments.md, 2026-11-29).
+    In the HLO text, the fusion multiplies every row by the matrix of every group, and masks the results. For each
+    group, the kernel visits only the row tiles that contain the group's rows (docs/experiments.md, 2026-11-29).
     """
     found = _GROUPS.search(fusion.text)
     return int(found[1]) if found else 1
@@ -63,15 +63,15 @@ def groups(fusion: Instruction) -> int:
 
 def masks(computation: Computation, i: Instruction, groups: int) -> bool:
     """Returns whether an instruction in the fusion of a grouped product selects rows by group, or sums over groups. The
-    kernel does neither."""
+    kernel executes no such instruction."""
     return i.opcode in ("select", "reduce") and computation.operands(i)[0].shape.dims[:1] == (groups,)
 
 
 @functools.lru_cache(maxsize=1024)
 def _valid_positions(size: int, kernel: int, output: int, stride: int, low: int, dilation: int, spread: int) -> int:
-    """Returns the number of (output position, kernel position) pairs that read an element of the input, not padding."""
+    """Returns the number of (output position, kernel position) pairs that read an input element rather than padding."""
     # Output o and kernel position k read position o * stride - low + k * spread. o and k are symmetric: enumerate the
-    # shorter range, and count the valid positions of the other in closed form.
+    # shorter range, and count the other range's valid positions in closed form.
     if kernel > output:
         kernel, spread, output, stride = output, stride, kernel, spread
     offset = np.arange(kernel, dtype=np.int64) * spread - low

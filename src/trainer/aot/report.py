@@ -22,7 +22,7 @@ _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 OUT_OF_MEMORY = re.compile(
     r"(?:CompileTimeHbmOom|Ran out of memory in memory space hbm).*?([\d.]+)([KMGT]?)\b", re.DOTALL
 )
-DOES_NOT_FIT = 3  # the exit code of commands that compile a step which does not fit
+DOES_NOT_FIT = 3  # the exit code of a command whose compiled step does not fit
 LARGEST = 12  # the number of buffers in a report
 # The largest fraction of a GPU's memory to suggest: CUDA, NCCL and the programs themselves need the rest.
 _MOST = 0.95
@@ -32,7 +32,7 @@ _REMATERIALIZED = re.compile(r"^\s+(?:ROOT )?%[\w.-]+\.remat\d*[\w.-]* = ", re.M
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device.
+    """The memory of a step, in bytes on one device.
 
     Attributes:
       arguments: the train state, the frozen arrays, and the batch.
@@ -55,7 +55,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Report:
-    """One step on one topology. Figures are per device."""
+    """The report on one step on one topology. Numbers are per device."""
 
     topology: str
     num_slices: int
@@ -81,7 +81,7 @@ class Report:
 
     @property
     def fitting_fraction(self) -> float | None:
-        """Returns the smallest fraction of a GPU's memory, in hundredths, in which the step fits; None if none does."""
+        """The smallest sufficient fraction of a GPU's memory, rounded up to hundredths; None if unknown or too big."""
         if self.hbm_bytes is None or self.fraction is None:
             return None
         fraction = math.ceil(100 * self.memory.peak * self.fraction / self.hbm_bytes) / 100
@@ -147,7 +147,7 @@ class Step(Protocol):
         """The mesh of the devices."""
 
     def parts(self) -> Mapping[str, Any]:
-        """The arguments of the step by name, trees of ShapeDtypeStructs with shardings. "parameters" is one of them."""
+        """The step's arguments by name: trees of ShapeDtypeStructs with shardings. One name is "parameters"."""
 
 
 def make_report(
@@ -160,8 +160,8 @@ def make_report(
       compiled: the compiled step; None if it did not fit.
       failure: the compiler's message if the step did not fit.
       dump: the compiler's dumps.
-      seconds: the seconds of tracing and of compiling.
-      num_slices: the number of slices of the devices.
+      seconds: the seconds that tracing took, and the seconds that compiling took.
+      num_slices: the number of slices that contain the devices.
     """
     first = step.mesh.devices.flat[0]
     chip = chip_of(first.device_kind)
@@ -171,7 +171,7 @@ def make_report(
     memory = memory_of(compiled) if compiled is not None else _memory_of_failure(failure, dump, sum(state.values()))
     # Prefer the dumped text: jaxlib cannot print every program of a newer libtpu (llama3.1-70b on v5p with 0.0.51).
     text = dump.optimized or (compiled.as_text() if compiled is not None else "")
-    # On GPUs the optimized module has each collective once, as it runs.
+    # On GPUs, the optimized module is enough: it contains each collective once, in the form in which it runs.
     partitioned = dump.partitioned if first.platform != "gpu" else ""
     cost = analyze(text, step.mesh, partitioned or None)
     rolled = (compiled.cost_analysis() if compiled is not None else None) or {}  # None for absent GPUs
@@ -200,7 +200,8 @@ def make_report(
 
 
 def _fits(compiled: Any | None, memory: Memory, chip: Chip | None) -> bool | None:
-    """Returns whether the step fits: the compiler accepted it, and its peak including arguments is within the HBM."""
+    """Returns whether the step fits: the compiler accepted it, and its peak including arguments is within the HBM.
+    None for simulated devices."""
     if chip is None:
         return None
     return compiled is not None and memory.peak <= chip.usable
@@ -223,7 +224,7 @@ def memory_of(compiled: Any) -> Memory:
 
 
 def _memory_of_failure(failure: str, dump: Dump, arguments: int) -> Memory:
-    """Returns the memory of a step that did not fit. Its temporaries come from the buffer assignment or the message."""
+    """Returns the memory of a step that did not fit. The temporaries are from the buffer assignment or `failure`."""
     sizes = _TEMPORARIES.findall(dump.assignment)
     if sizes:
         temporary = max(map(int, sizes))

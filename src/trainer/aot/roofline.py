@@ -14,8 +14,8 @@ class Estimate(NamedTuple):
 
     Attributes:
       seconds: the largest part, a lower bound that assumes perfect overlap of all parts.
-      scheduled_seconds: as the compiler scheduled the step, between `seconds` and `serial_seconds`: the time of the
-        instructions one after the other, exposed_network_seconds and exposed_host_seconds.
+      scheduled_seconds: the time of the compiler's schedule: the time of the instructions in sequence, plus
+        exposed_network_seconds and exposed_host_seconds. It is between `seconds` and `serial_seconds`.
       serial_seconds: the sum of the parts, as if nothing overlapped.
       compute_seconds: time of matrix products at the peak for their dtype.
       memory_seconds: time of HBM traffic at its bandwidth.
@@ -26,7 +26,7 @@ class Estimate(NamedTuple):
       exposed_network_seconds: the part of ici_seconds + dcn_seconds for which the device waits.
       exposed_host_seconds: the part of host_seconds for which the device waits.
       bound: the name of the largest part: "compute", "memory", "network" or "host".
-      lower_bound: whether all times are only lower bounds, because a loop of unknown length counts as one round.
+      lower_bound: whether all times are only lower bounds, because a loop with an unknown trip count counts once.
     """
 
     seconds: float
@@ -51,12 +51,12 @@ def estimate(cost: Cost, chip: Chip, devices: int, slices: int = 1) -> Estimate:
     in both directions of one torus dimension, or of all dimensions if it spans all devices of a slice; rings are closed
     (small slices lack the wraparound links and are half as fast); collectives share no links; latencies are zero.
     Collectives that do not run in every step are left out. A collective over several slices runs within each slice
-    first, so that every device sends an equal share to other slices. A loop of unknown length runs once.
+    first, so that every device sends an equal share to other slices. A loop with an unknown trip count runs once.
 
-    The schedule is that of the optimized module. The network's time is that of `cost.collectives`, which on TPUs are
-    counted before optimization. The exposed network time is therefore the network's time multiplied by the share of the
-    schedule's transfer time for which the device waits (1 if the schedule has no transfers). The scheduled time is then
-    at most `serial_seconds`; if it is below `seconds`, it is raised to `seconds`.
+    The schedule is from the optimized module, but `cost.collectives`, from which the network time is computed, are
+    counted before optimization on TPUs. The exposed network time is therefore `ici_seconds + dcn_seconds` times the
+    fraction of the schedule's network time for which the device waits (1 if the schedule has no collectives). The
+    scheduled time is clamped to the range from `seconds` to `serial_seconds`.
 
     Args:
       cost: from `aot.cost.analyze`, per device.
@@ -94,7 +94,7 @@ def estimate(cost: Cost, chip: Chip, devices: int, slices: int = 1) -> Estimate:
 
 
 def _rates(chip: Chip, slice_devices: int) -> Rates:
-    """Returns the speed of a device in slices of `slice_devices` devices."""
+    """Returns the rates of a device in a slice of `slice_devices` devices."""
 
     def products(matmul_flops: Mapping[str, float]) -> float:
         return sum(flops / chip.flops(dtype) for dtype, flops in matmul_flops.items())

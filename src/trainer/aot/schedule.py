@@ -1,17 +1,19 @@
-"""The compiled program in the order in which a device runs it, and the time for which it waits for transfers.
+"""The compiled program in the order in which a device runs it, and the time that the device waits for transfers.
 
 An optimized module lists the instructions of each computation in the compiler's order (`is_scheduled=true`). The
 device runs them one after the other. Each takes the time of its matrix products or of its HBM traffic, whichever is
 longer. Three links work in parallel with the device: ICI, DCN and the link to the host. A link serves one transfer at
-a time, in the order in which they start. A transfer with a start and an end instruction overlaps the instructions
-between them; at the end instruction, the device waits for the remainder. The device waits for all of any other
-transfer. The HBM traffic of a transfer, and of an asynchronous copy between HBM and VMEM, uses the HBM time that other
-instructions leave idle.
+a time, in the order in which the transfers start. A transfer with separate start and end instructions overlaps the
+instructions between the two; at the end instruction, the device waits for the rest of the transfer. Any other transfer
+blocks the device until it is complete. The HBM traffic of a transfer, and of an asynchronous copy between HBM and VMEM,
+uses the HBM time that other instructions leave idle.
 
-Forms of a start and its end: `X-start`, `X-done` of a collective or a copy; `async-start`, `async-update`,
-`async-done` with the operation in a computation; a TPU's fusions with the custom calls AsyncCollectiveStart and
-AsyncCollectiveDone, between which other fusions repeat the collective with the same channel_id; `send`, `recv-done` of
-MegaScale, a TPU's transfers between slices.
+Start and end instructions have these forms:
+  `X-start` and `X-done` for a collective or a copy X.
+  `async-start`, `async-update` and `async-done`. A called computation contains the operation.
+  Fusions on a TPU that contain the custom calls AsyncCollectiveStart and AsyncCollectiveDone. Fusions between the two
+    repeat the collective with the same channel_id.
+  `send` and `recv-done` of MegaScale, for transfers between slices of TPUs.
 """
 
 import re
@@ -28,15 +30,15 @@ _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
 
 
 class Work(NamedTuple):
-    """An instruction: its matrix products by the dtype of their operands, and its bytes in main memory."""
+    """An instruction: the FLOPs of its matrix products by operand dtype, and the bytes that it accesses in HBM."""
 
     matmul_flops: Mapping[str, float]
     hbm_bytes: float
 
 
 class Start(NamedTuple):
-    """The start of transfers, which `Done` with the same key waits for, with their bytes in the host's memory and in
-    main memory."""
+    """The start of transfers. A `Done` with the same key waits for them. `host_bytes` and `hbm_bytes` are the bytes
+    that the transfers access in host memory and in HBM."""
 
     key: str
     collectives: tuple[Collective, ...]
@@ -45,7 +47,7 @@ class Start(NamedTuple):
 
 
 class Done(NamedTuple):
-    """The end of transfers. A key that nothing started has no effect."""
+    """The end of transfers. It has no effect without an earlier `Start` with the same key."""
 
     key: str
 
@@ -61,8 +63,9 @@ Event = Work | Start | Done | Loop
 
 
 def schedule_of(counter: Counter, mesh: Any = None) -> tuple[Event, ...]:
-    """Returns the events of one step, from the optimized module of `counter`. Of a conditional it has the dearest
-    branch without its collectives, because they may not run in every step. `mesh`: see `collectives`."""
+    """Returns the events of one step, from the optimized module of `counter`. Of a conditional, only
+    the most expensive branch is included, without its collectives, which may not run in every step. `mesh`: see
+    `aot.collectives`."""
     return tuple(_Reader(counter, mesh).events(counter.module.entry, False))
 
 
@@ -73,7 +76,7 @@ class _Reader:
         self.overlapped = {_channel(i) for found in marked for each in found.values() for i in each}
 
     def events(self, name: str, conditional: bool) -> Iterator[Event]:
-        """Yields the events of a computation. `conditional`: whether it is in a branch."""
+        """Yields a computation's events. `conditional`: whether the computation is in a branch of a conditional."""
         computation = self.module.computations[name]
         for i in computation:
             if i.opcode == "while":
@@ -110,7 +113,7 @@ class _Reader:
                 yield Done(key)
 
     def _collectives(self, computation: Computation, i: Instruction) -> Iterator[Collective]:
-        """Yields the transfers of an instruction, except for those that overlap several fusions."""
+        """Yields the transfers of an instruction, except transfers that overlap several fusions."""
         if i.opcode.removesuffix("-start") in KINDS:
             yield from self._executed(computation, i)
         elif i.opcode in ("fusion", "fusion-start", "async-start"):
@@ -144,7 +147,7 @@ def _channel(collective: Instruction) -> str:
 
 
 def _rendezvous(transfer: Instruction) -> str:
-    """Returns what a `send` and a `recv` of MegaScale have in common."""
+    """Returns the name that a MegaScale `send` and its `recv` share."""
     match = _RENDEZVOUS.search(transfer.text)
     return match[1] if match else transfer.name
 
@@ -158,8 +161,14 @@ def _begun(computation: Computation, done: Instruction) -> str:
 
 
 class Rates(NamedTuple):
-    """The speed of a device: the seconds of matrix products, those of a collective on ICI and on DCN, and the bytes per
-    second of HBM and of the link to the host."""
+    """The speed of a device.
+
+    Attributes:
+      products: returns the seconds of matrix products.
+      network: returns the seconds of a collective on ICI and on DCN.
+      hbm_bandwidth: bytes per second of HBM.
+      host_bandwidth: bytes per second of the link to the host.
+    """
 
     products: Callable[[Mapping[str, float]], float]
     network: Callable[[Collective], tuple[float, float]]
@@ -168,8 +177,15 @@ class Rates(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Seconds of a step: of the device's work and its HBM traffic, of all transfers over the network and to the host,
-    and those for which the device waits for them. The step takes device + exposed_network + exposed_host."""
+    """Times of a step in seconds. The step takes device + exposed_network + exposed_host.
+
+    Attributes:
+      device: the time of the device's instructions and HBM traffic.
+      network: the total time of all transfers over the network.
+      host: the total time of all transfers between the device and its host.
+      exposed_network: the time that the device waits for the network.
+      exposed_host: the time that the device waits for transfers from or to its host.
+    """
 
     device: float
     network: float
@@ -179,8 +195,11 @@ class Times(NamedTuple):
 
 
 def follow(events: Iterable[Event], rates: Rates) -> Times:
-    """Returns the times of a schedule. In a loop, the first round is followed from the state of the links before it,
-    the others from free links; each waits at its end for the transfers that it started."""
+    """Returns the times of a schedule.
+
+    In a loop, the first iteration starts with the links as they are before the loop; every other iteration starts with
+    idle links. At the end of each iteration, the device waits for the transfers that the iteration started.
+    """
     clock = _Clock(rates)
     clock.run(events)
     waited, busy = clock.waited, clock.busy
@@ -193,11 +212,11 @@ class _Clock:
         self.device = 0.0
         self.waited = {"network": 0.0, "host": 0.0}
         self.busy = {"network": 0.0, "host": 0.0}
-        self.free = {"ici": 0.0, "dcn": 0.0, "host": 0.0}  # when each link has served all transfers
-        self.behind = 0.0  # HBM seconds of what was started, until now
-        self.served = 0.0  # the part of them that HBM has served
-        self.unused = 0.0  # HBM seconds without any traffic
-        self.ends: dict[str, tuple[float, str, float]] = {}  # of the transfers in flight, with what is behind each
+        self.free = {"ici": 0.0, "dcn": 0.0, "host": 0.0}  # when each link becomes free
+        self.behind = 0.0  # HBM seconds of all transfers started so far
+        self.served = 0.0  # the part of `behind` that HBM has served
+        self.unused = 0.0  # seconds in which HBM was idle
+        self.ends: dict[str, tuple[float, str, float]] = {}  # key of a transfer in flight -> (end, kind, behind)
 
     @property
     def now(self) -> float:
@@ -246,7 +265,7 @@ class _Clock:
         self.ends[start.key] = (*max(ends), self.behind)
 
     def _serve(self, link: str, ready: float, seconds: float) -> float:
-        """Returns when a link has served a transfer that is ready at a time; 0 seconds: it does not use the link."""
+        """Returns when `link` completes a transfer that can start at `ready`. With 0 seconds, the link is not used."""
         if not seconds:
             return ready
         self.busy["host" if link == "host" else "network"] += seconds
@@ -263,7 +282,7 @@ class _Clock:
         self.served += missing
 
     def _leave(self, seconds: float) -> None:
-        """Lets HBM serve what was started, in seconds that nothing else uses."""
+        """Lets HBM serve the started transfers for `seconds` in which no instruction uses it."""
         used = min(seconds, self.behind - self.served)
         self.served += used
         self.unused += seconds - used

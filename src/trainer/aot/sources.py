@@ -1,7 +1,8 @@
 """The source files that a module depends on, by static analysis of its imports.
 
-Imports are followed by name. `from package import name` leads through the package's `__init__.py` only to the module
-that defines `name`. A string such as "package.module:Class", from which a registry imports, also counts as an import.
+Imports are followed by name: for `from package import name`, only the module that defines `name` is followed, not the
+other imports in the package's `__init__.py`. A string such as "package.module:Class" also counts as an import, because
+registries import from such strings.
 """
 
 import ast
@@ -53,7 +54,7 @@ class _Imports:
         self.files.add(file)
         parts = module.split(".")
         packages = (self._file(".".join(parts[:depth])) for depth in range(1, len(parts)))
-        self.files.update(package for package in packages if package is not None)  # importing runs them first
+        self.files.update(package for package in packages if package is not None)  # an import runs them first
         for node in self._nodes(file):
             if isinstance(node, ast.Import):
                 for alias in node.names:
@@ -89,7 +90,7 @@ class _Imports:
         return next((file for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()), None)
 
     def _nodes(self, file: Path) -> list[ast.AST]:
-        """Returns all nodes of a file that are imports, or strings that may name one."""
+        """Returns the imports in a file, and its constants, because a string may name a module to import."""
         if file not in self._parsed:
             kinds = (ast.Import, ast.ImportFrom, ast.Constant)
             self._parsed[file] = [n for n in ast.walk(ast.parse(file.read_bytes())) if isinstance(n, kinds)]
@@ -97,7 +98,7 @@ class _Imports:
 
 
 def _absolute(node: ast.ImportFrom, module: str, file: Path) -> str:
-    """Returns the module from which `node`, in `module`, imports."""
+    """Returns the absolute name of the module from which `node`, an import in `module`, imports."""
     if not node.level:
         return node.module or ""
     parts = module.split(".")

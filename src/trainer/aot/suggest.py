@@ -1,4 +1,4 @@
-"""Suggests settings for a step that does not fit, cheapest first; or a remat_policy that saves more and would fit."""
+"""Suggests settings to make a step fit, cheapest first; or, if it fits, a remat_policy that saves more tensors."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -18,20 +18,20 @@ from trainer.models.families import family
 from trainer.observe.text import si
 
 EVERYTHING = ("context", *PROJECTIONS)
-# Policies, from the most saved tensors to the fewest, with what the backward pass recomputes.
+# Policies, from the most saved tensors to the fewest, and a description of each policy's recomputation.
 _RECOMPUTED = {
     "minimal_with_context": "norms and activation functions are recomputed",
     "save_dot_with_context_except_mlp": "the MLP's input projections are recomputed",
     "full": "each block's forward pass is recomputed: about a third more FLOPs",
 }
-# Saved tensors take at most UNCERTAINTY times their estimated memory. A suggestion uses at most the share _USABLE of a
-# device: the rest is for evaluation, other programs, and compilers that use more memory when it is available.
+# Saved tensors take at most UNCERTAINTY times their estimated memory. A suggestion uses at most _USABLE of a device's
+# memory: the rest is for evaluation, other programs, and compilers that use more memory when it is available.
 # docs/benchmarks/remat.md compares estimates with compiled programs.
 UNCERTAINTY, _USABLE = 1.25, 0.9
 
 
 class Suggestion(NamedTuple):
-    """`settings` for the command line, their `price`, and whether they shrink the train state (`state`)."""
+    """Settings for the command line, a description of their price, and whether they shrink the train state."""
 
     settings: str
     price: str
@@ -49,10 +49,10 @@ def suggest(
     """Returns settings that reduce a step's memory, cheapest first; () if it fits.
 
     The order: free changes, rematerialization, host offload, more sharding, smaller batches, fewer bits, shorter rows.
-    Each suggestion is an alternative change to `config`. Compile again to see how much it saves.
+    The suggestions are alternatives: apply one of them and compile again to see how much it saves.
 
     Args:
-      config: resolved.
+      config: the resolved configuration.
       needed: bytes that the step takes on a device.
       available: bytes of memory on a device.
       arguments: the part of `needed` for arguments. If the arguments alone do not fit, only settings that shrink the
@@ -70,15 +70,16 @@ def suggest(
 
 
 def affordable(config: Config, jaxpr: Any, platform: str, needed: int, available: float | None) -> Suggestion | None:
-    """Returns the remat_policy that recomputes least, of those that keep more tensors than `config`'s policy and fit
-    with a margin; None if no policy qualifies or the answer is unknown.
+    """Returns the remat_policy that recomputes least among the policies that save more tensors than `config`'s policy
+    and fit with a margin; None if no policy qualifies or the answer is unknown.
 
     The answer is unknown for policies that offload tensors or choose them one by one (custom), for tensors that only
     `none` saves, for a pipeline that checkpoints each layer, and for rollouts, which need more memory.
 
     Args:
-      config: resolved.
-      jaxpr: the jaxpr of the traced step. `platform`: the platform of its devices.
+      config: the resolved configuration.
+      jaxpr: the jaxpr of the traced step.
+      platform: the platform of the devices.
       needed: bytes that the compiled step takes on a device.
       available: bytes of memory on a device; None if unknown.
     """
@@ -120,7 +121,7 @@ def _candidates(config: Config) -> Iterator[tuple[Suggestion, dict[str, Any]]]:
 
 def _free(config: Config) -> Iterator[Candidate]:
     if not config.scan_layers:
-        yield {"scan_layers": True}, "free: a rolled loop holds one layer's temporaries", False
+        yield {"scan_layers": True}, "free: a rolled loop needs the temporaries of only one layer", False
     if config.attention == "dot_product":
         yield {"attention": "flash"}, "free: the kernel never materializes the score matrix", False
 
@@ -135,8 +136,8 @@ def _recompute(config: Config) -> Iterator[Candidate]:
 
 
 def _kept(config: Config) -> set[str]:
-    """Returns the tensors that blocks save on the device in addition to their inputs. "everything" stands for tensors
-    without a name."""
+    """Returns the tensors that blocks save on the device in addition to their inputs. "everything" stands for all
+    unnamed tensors."""
     if config.remat_policy == "none":
         return {*EVERYTHING, "everything"}
     if config.remat_policy == "custom":
@@ -148,7 +149,7 @@ def _kept(config: Config) -> set[str]:
 def _offload(config: Config) -> Iterator[Candidate]:
     moves = "moves between device and host at every step"
     if _kept(config) >= set(PROJECTIONS) - {"mlpwi", "mlpwo"} and config.remat_policy not in OFFLOADED:
-        yield {"remat_policy": "minimal_offloaded"}, f"everything that remat_policy=minimal saves {moves}", False
+        yield {"remat_policy": "minimal_offloaded"}, f"everything saved by remat_policy=minimal {moves}", False
     choices = {key: config[key] for key in ("decoder_layer_input", *EVERYTHING)}
     if "decoder_layer_input" not in offloaded(config.remat_policy, choices):
         changes = {"remat_policy": "custom", "decoder_layer_input": "offload"}

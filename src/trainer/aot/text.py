@@ -1,4 +1,4 @@
-"""A report as text."""
+"""Formats a report as text."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ from trainer.observe.text import short_time, si
 
 GIB = 1024**3
 _HLO_DTYPES = {"float32": "f32", "bfloat16": "bf16"}
-_SHOWN = 8  # the number of buffers, and of kinds of collectives
+_SHOWN = 8  # the maximum number of buffers, and of collectives, in the text
 
 
 def report_text(report: Report) -> str:
@@ -46,7 +46,7 @@ def _head(report: Report) -> Iterator[str]:
         yield f"  available is {report.fraction:g} of a GPU's {card}, which {FRACTION} sets"
     if report.rematerialized:
         values = counted(report.rematerialized, "value")
-        yield f"  XLA computes {values} again to save memory; all figures are of the program as it changed it"
+        yield f"  XLA recomputes {values} to save memory; all numbers include the recomputation"
 
 
 def _memory(report: Report) -> Iterator[str]:
@@ -115,13 +115,13 @@ def _time(time: Estimate) -> Iterator[str]:
     yield f"  at least {short_time(time.seconds)}, bound by {time.bound} ({shown})"
     yield f"  {short_time(time.serial_seconds)} if nothing overlaps"
     if time.lower_bound:
-        yield "  lower bound: the number of rounds of a loop is unknown, one is counted"
+        yield "  lower bound: the trip count of a loop is unknown; one iteration is counted"
 
 
 def _missing(report: Report) -> Iterator[str]:
     if report.suggestions:
         yield ""
-        yield "saves less than fits:" if report.fits else "settings to try, cheapest first:"
+        yield "a setting that saves more tensors and still fits:" if report.fits else "settings to try, cheapest first:"
     for suggestion in report.suggestions:
         yield f"  {suggestion.settings}  ({suggestion.price})"
 

@@ -12,7 +12,7 @@ from trainer.config.topologies import Topology, find_topology
 from trainer.runtime.platforms import prepare_compile_only_tpu
 
 NO_LIBTPU = "needs libtpu, the TPU compiler, for Linux on x86-64: pip install 'trainer[tpu-aot]'"
-NO_PLUGIN = "needs JAX's plugin for CUDA, which has the compiler for GPUs: pip install 'trainer[gpu-aot]'"
+NO_PLUGIN = "needs JAX's plugin for CUDA, which contains the GPU compiler: pip install 'trainer[gpu-aot]'"
 
 
 def topology_of(config: Config) -> Topology:
@@ -29,10 +29,10 @@ def topology_of(config: Config) -> Topology:
 
 
 def devices_of(topology: Topology, num_slices: int = 1) -> list[jax.Device]:
-    """Returns the devices of `num_slices` slices. CPU devices belong to this process; others only allow compilation.
+    """Returns the devices of `num_slices` slices. CPU devices belong to this process. Others can only be compiled for.
 
     Raises:
-      UserError: the compiler for these devices is not installed, or the process has fewer CPU devices.
+      UserError: the compiler for these devices is not installed, or this process has too few CPU devices.
     """
     if topology.platform == "cpu":
         return _simulated(topology)

@@ -1,6 +1,6 @@
-"""The interface between the trainer and the module systems.
+"""The interface between the trainer and Flax's module systems, NNX and Linen.
 
-A model implements one combination of the flags: it draws initial parameters and runs. A `StateCodec`, made from a model
-and an optimizer, makes native train states and converts them to a `TrainTree`; all other code is written once, over
-`TrainTree`s.
+A model implements one combination of the flags that select module systems: it initializes parameters and runs the
+forward pass. A `StateCodec`, made from a model and an optimizer, creates native train states and converts between these
+and `TrainTree`s. All other code uses `TrainTree`s, so it does not depend on the combination.
 """

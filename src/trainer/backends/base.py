@@ -16,10 +16,10 @@ from trainer.optim.schedule import on_schedule
 
 
 class TrainTree(NamedTuple):
-    """A train state in canonical form, the same for every combination.
+    """A train state in canonical form, which is the same for every combination of flags.
 
-    `params` and `rest` are nested dicts of canonical names; `opt_state` has optax's structure over `params`; `rest` is
-    the state without gradients. Leaves may be arrays or stand-ins for arrays (see `Permutation`).
+    `params` and `rest` are nested dicts with canonical names as keys. `rest` contains the state without gradients.
+    `opt_state` has optax's structure for `params`. Leaves may be arrays or placeholders for arrays (see `Permutation`).
     """
 
     step: Any
@@ -29,15 +29,15 @@ class TrainTree(NamedTuple):
 
 
 class Model(Protocol):
-    """The model of one combination, made from a resolved configuration."""
+    """The model of one combination of flags, made from a resolved configuration."""
 
     config: Config
-    param_axes: Any  # the tree of params with a `sharding.Axes` for each array, because a parameter may be a pytree
+    param_axes: Any  # the tree of params with a `sharding.Axes` for each array; a parameter may be a pytree of arrays
     rest_axes: Any  # the same for rest
     abstract: tuple[Any, Any]  # (params, rest) in the structure of `init`, with a ShapeDtypeStruct at each leaf
 
     def init(self, key: jax.Array) -> tuple[Any, Any]:
-        """Returns the initial (params, rest), nested dicts of canonical names.
+        """Returns the initial (params, rest), nested dicts with canonical names as keys.
 
         The same key gives the same values in every combination.
         """
@@ -65,7 +65,7 @@ class Model(Protocol):
         """Returns the native train state for the optimizer `tx`, as ShapeDtypeStructs. Nothing is allocated."""
 
     def canonical(self, path: Path) -> Path:
-        """Returns the path in a TrainTree of the leaf at `path` in a native train state, for any optimizer."""
+        """Converts a leaf's path in a native train state, with any optimizer, to the leaf's path in a TrainTree."""
 
 
 class Codec(Protocol):
@@ -89,8 +89,8 @@ class Codec(Protocol):
 
 
 class StateCodec:
-    """Converts the train state of a model and an optimizer between its native form and a `TrainTree`. `abstract`: the
-    native train state: a ShapeDtypeStruct at each leaf."""
+    """Converts the train state of a model and an optimizer between its native form and a `TrainTree`. `abstract`
+    is the native train state with a ShapeDtypeStruct at each leaf."""
 
     def __init__(self, model: Model, tx: optax.GradientTransformation):
         self.model = model
@@ -102,10 +102,11 @@ class StateCodec:
         self._leaves = Permutation(self.abstract, tree, model.canonical)
 
     def init(self, key: jax.Array, params: Any = None, rest: Any = None, step: Any = None) -> Any:
-        """Returns a native train state with a new optimizer state, and with the canonical `params`, cast to the model's
-        dtypes, and `rest` if given. A missing part has its initial value, drawn from `key`. With `step`, the state
-        continues at that step, and so does the learning-rate schedule; all other state of the optimizer and of the
-        update rules is initial.
+        """Returns a native train state with a new optimizer state.
+
+        It contains the canonical `params`, cast to the model's dtypes, and `rest`. If `params` or `rest` is None, it is
+        initialized with `key`. If `step` is given, the state and the learning-rate schedule continue at that step; all
+        other state of the optimizer and of the update rules is initial.
         """
         abstract, initial = self.model.abstract
         drawn = None

@@ -1,4 +1,4 @@
-"""The NNX model. Its train state is a TrainStateNNX that is split into a flat nnx.State."""
+"""The NNX model. Its native train state is a split TrainStateNNX, which is a flat nnx.State."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ from trainer.sharding import Axes
 
 
 class NNXModel:
-    """The model of the combinations whose train state is NNX. See `Model`."""
+    """The model of the combinations of flags with an NNX train state. See `Model`."""
 
     decoder: type[Decoder] = Decoder
 
@@ -53,7 +53,7 @@ class NNXModel:
             return init_variables(self.config, key, self._initial_decoder())
 
     def apply(self, params, rest, *inputs, method="hidden", capture=(), **given) -> tuple[Any, sown.Sown, Any]:
-        """See `Model.apply`. `given`: the arguments of "hidden"."""
+        """See `Model.apply`. `given`: the keyword arguments of "hidden"."""
         with tree_mode():
             model = nnx.merge(self._graphdef, self._variables.pack({"params": params, "rest": rest}))
             if method == "head":
@@ -77,7 +77,7 @@ class NNXModel:
 
 
 def canonical(path: Path, param_paths: set[Path]) -> Path:
-    """Returns the path in the TrainTree of the leaf at `path` in a split TrainStateNNX.
+    """Converts a leaf's path in a split TrainStateNNX to the leaf's path in the TrainTree.
 
     `param_paths`: the paths of the model's parameters.
     """
@@ -86,14 +86,14 @@ def canonical(path: Path, param_paths: set[Path]) -> Path:
         return tuple(names[:-1])  # opt_state/... and step; the last entry is the Variable's value
     for end in range(len(names)):
         if tuple(names[:end]) in param_paths:
-            return ("params", *names[:end], *names[end + 1 :])  # the parts of a pytree follow the value
+            return ("params", *names[:end], *names[end + 1 :])  # a pytree's path continues after the entry of its value
     return ("rest", *names[:-1])
 
 
 def axes_of_params(params: nnx.State, leading: Callable[[str], Sequence[str]]) -> dict:
     """Returns the logical axis names of each array in a model's Params, with the tree structure of params.
 
-    `leading(name)`: the leading axes of a parameter, if it has no names.
+    `leading(name)`: the leading axes of a parameter without axis names.
     """
 
     def names(path: tuple[Any, ...], variable: nnx.Variable) -> Any:
@@ -103,7 +103,7 @@ def axes_of_params(params: nnx.State, leading: Callable[[str], Sequence[str]]) -
 
 
 def axes_of_buffers(rest: nnx.State) -> dict:
-    """Does the same for a model's buffers. The axis names of a buffer without names are None."""
+    """Returns the logical axis names of each of a model's buffers; without names, each axis has the name None."""
 
     def names(path: tuple[Any, ...], variable: nnx.Variable) -> Axes:
         given = variable.get_metadata().get("out_sharding")

@@ -1,4 +1,4 @@
-"""Makes the model of a combination from its name."""
+"""Makes the model of a combination of flags."""
 
 import importlib
 
@@ -8,7 +8,7 @@ from trainer.config.keys import Config
 from trainer.models.families import check_products
 from trainer.ops.paths import by_name
 
-# Imported on use, so that a combination does not load the dependencies of another one.
+# Modules are imported when used, so that no combination loads the dependencies of another.
 MODELS = {
     "nnx": "trainer.backends.nnx_model:NNXModel",
     "nnx_linen_decoder": "trainer.linen.model:NNXLinenDecoder",
@@ -19,7 +19,7 @@ MODELS = {
 
 
 def make_model(config: Config) -> Model:
-    """Returns the model of the combination of a resolved configuration.
+    """Returns the model for a resolved configuration.
 
     Raises:
       UserError: a block or the family's rules for products are invalid.

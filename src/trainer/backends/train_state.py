@@ -8,7 +8,7 @@ from flax import nnx
 
 
 class TrainStateNNX(nnx.Module):
-    """A model and its `nnx.Optimizer`. `nnx.split` gives an `nnx.State` with top-level keys `model` and `optimizer`.
+    """A model and its `nnx.Optimizer`. `nnx.split` returns an `nnx.State` with top-level keys `model` and `optimizer`.
 
     A state for inference may have no optimizer; its split state then has only the key `model`.
     """
@@ -31,14 +31,14 @@ class TrainStateNNX(nnx.Module):
         """
         if self.optimizer is None:
             raise RuntimeError(
-                "apply_gradients: this TrainStateNNX has no optimizer; give one, TrainStateNNX(model, "
+                "apply_gradients: this TrainStateNNX has no optimizer; create it with one: TrainStateNNX(model, "
                 "nnx.Optimizer(model, tx, wrt=nnx.Param))"
             )
         self.optimizer.update(self.model, grads, **kwargs)
 
 
 def make_train_state(model: nnx.Module, tx: optax.GradientTransformation) -> TrainStateNNX:
-    """Returns a train state whose optimizer state has optax's structure over the dict of canonical names."""
+    """Returns a train state. Its optimizer state has optax's structure for a nested dict of the parameters."""
     optimizer: nnx.Optimizer = nnx.Optimizer(model, over_dicts(tx), wrt=nnx.Param)
     # Every combination counts steps in int32; nnx.Optimizer starts with uint32.
     optimizer.step = nnx.optimizer.OptState(jnp.zeros((), jnp.int32))
@@ -46,7 +46,7 @@ def make_train_state(model: nnx.Module, tx: optax.GradientTransformation) -> Tra
 
 
 def over_dicts(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Returns `tx`, converted to use nested dicts where it is given an `nnx.State`, also in extra arguments.
+    """Returns `tx`, wrapped so that it receives nested dicts in place of `nnx.State`s, also in extra arguments.
 
     Masks, labels and Muon's dimensions are functions of names and shapes. On nested dicts, neither these functions nor
     the summation order of a global norm depend on the module system.

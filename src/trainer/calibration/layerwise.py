@@ -2,9 +2,10 @@
 
 The layers of the stacks run one after another over all batches of text. Each layer runs twice: first to record the
 inputs of its kernels, then with its quantized kernels, so that the next layer is calibrated with the inputs that it
-will get. One recording pass serves all kernels of a layer, so no kernel compensates another kernel's error.
+will have in the quantized model. All kernels of a layer are calibrated from one recording pass, so a kernel does not
+compensate for the quantization errors of the layer's other kernels.
 
-Memory holds the parameters and statistics of one layer, and the hidden states of all batches before and after it. AWQ
+Memory contains the parameters and statistics of one layer, and the layer's inputs and outputs for all batches. AWQ
 needs temporaries of 41 times the size of a kernel. GPTQ's Hessians, float32 [in, in] per kernel and expert, may be
 larger than the layer: for the output projections of 8 experts with 14,336 hidden units they take 6.6 GB.
 """
@@ -45,8 +46,7 @@ from trainer.products.plain import GroupedProduct, Kernel, Product, Rules, make_
 # path, as in ("decoder/layers", 3) or ("decoder/layers/layers_1", 0). With None: the parameters of a part outside of
 # the stacks, as in ("token_embedder", None) or ("decoder/decoder_norm", None).
 Read = Callable[[str, int | None], Mapping[str, Any]]
-# (canonical name, kernel [*groups, in, out], statistics) -> the stored form, and the kernel that products use from now
-# on.
+# (canonical name, kernel [*groups, in, out], statistics) -> (stored form, the kernel that products use from now on).
 Quantize = Callable[[str, jax.Array, Statistics], tuple[Any, jax.Array]]
 
 
@@ -56,7 +56,7 @@ class Layer(NamedTuple):
     Attributes:
       path, number: see `Read`; for the output head ("decoder/logits_dense", None).
       stored: the stored forms that `quantize` returned, by canonical name.
-      hidden: the hidden states [b, t, e] of each batch after this layer, which the next layer reads.
+      hidden: the hidden states [b, t, e] of each batch after this layer, the inputs of the next layer.
     """
 
     path: str
@@ -83,15 +83,15 @@ def calibrate(
     `quantization` have no effect. This runs on one device, so no mesh may be active.
 
     Args:
-      config: resolved.
+      config: the resolved configuration.
       batches: dicts with the fields inputs, inputs_position and inputs_segmentation, int [b, t].
       read: called once for each layer, in the order of the forward pass, and for each part outside of the stacks.
       rest: the canonical buffers of the whole model, such as biases of routers.
       hessian: whether GPTQ's Hessians are recorded.
-      say: gets a progress message for each layer, and a note if experts got no tokens.
+      say: called with a progress message for each layer, and with a note if experts received no tokens.
 
     Raises:
-      UserError: the family chooses the product of a chosen kernel, no kernel is chosen, there is no text, or the model
+      UserError: the family defines the product of a chosen kernel, no kernel is chosen, there is no text, or the model
         uses weight sparsity. See also `models.matrices.matrix_names`.
     """
     _check(config, chosen)
@@ -124,7 +124,7 @@ def _check(config: Config, chosen: Callable[[str], bool]) -> None:
     rules = family(config.decoder_block).products(config)
     if own := [name for name in names if maker(rules, name)]:
         raise UserError(
-            f"decoder_block={config.decoder_block}: {', '.join(own)} cannot be calibrated, because the family chooses "
+            f"decoder_block={config.decoder_block}: {', '.join(own)} cannot be calibrated, because the family defines "
             "the product"
         )
     if is_sparse(config):
@@ -132,7 +132,9 @@ def _check(config: Config, chosen: Callable[[str], bool]) -> None:
             f"weight_sparsity_m={config.weight_sparsity_m}: a model with masked weights cannot be calibrated"
         )
     if not names:
-        raise UserError(f"no matrix is chosen to be quantized; there are: {', '.join(matrix_names(config))}")
+        raise UserError(
+            f"no matrix is chosen to be quantized; the model's matrices are: {', '.join(matrix_names(config))}"
+        )
 
 
 class _Texts(NamedTuple):
@@ -143,7 +145,7 @@ class _Texts(NamedTuple):
 
 
 def _embedded(config: Config, batches: Iterable[Mapping[str, Any]], read: Read) -> _Texts:
-    """Returns the batches with the first layer's input as hidden states.
+    """Returns the context of each batch, and the first layer's input as its hidden states.
 
     Raises:
       UserError: every token is padding, or the hidden states before and after a layer need more than half of the
@@ -206,7 +208,7 @@ class _Block:
         return _values(self.params, params) | _values(self.rest, jax.tree.map(lambda leaf: leaf[number], buffers))
 
     def run(self, held: dict[str, Any], x: jax.Array, context: Context) -> jax.Array:
-        """Returns the layer's output [b, t, e]. `held`: from `variables`."""
+        """Returns the layer's output [b, t, e]. `held`: the result of `variables`."""
         return _run(self.graphdef, self.recorder, self._states(held), x, context)
 
     def record(self, held: dict[str, Any], hidden: Iterable[jax.Array], contexts: Iterable[Context]) -> Any:
@@ -251,13 +253,13 @@ def _record(
 def _traced(
     graphdef: Any, recorder: Recorder, states: list[nnx.State], x: jax.Array, context: Context
 ) -> tuple[jax.Array, dict[str, Statistics]]:
-    """Runs the block. All layers share one context, because `Context.at` changes only the dropout key, here None."""
+    """Runs the block. All layers share one context, because `Context.at` changes only the dropout key (None here)."""
     with tree_mode():
         return recorder.collect(lambda: nnx.merge(graphdef, *states)(x, None, context)[0])
 
 
 def _values(state: nnx.State, tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values of the variables of `state` by name, from a nested dict."""
+    """Returns the value in `tree`, a nested dict, of each variable of `state`, by the variable's name."""
 
     def at(path: Iterable[Any]) -> Any:
         found: Any = tree
@@ -274,13 +276,13 @@ def _name(path: Iterable[Any]) -> str:
 
 
 def _filled(state: nnx.State, values: Mapping[str, Any]) -> nnx.State:
-    """Returns `state` with `values`, by name."""
+    """Returns `state` with `values`, a dict by variable name, as the values of its variables."""
     flat = nnx.to_flat_state(state)
     return nnx.from_flat_state([(path, variable.replace(values[_name(path)])) for path, variable in flat])
 
 
 def _module(make: Callable[[nnx.Rngs], Any], params: Mapping[str, Any]) -> Any:
-    """Returns the module that `make` makes, with `params`."""
+    """Returns the module that `make` creates, with `params` as its parameters."""
     with tree_mode():
         graphdef, state = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
         return nnx.merge(graphdef, _filled(state, _values(state, params)))
@@ -311,9 +313,9 @@ def _head(config: Config, texts: _Texts, read: Read, quantize: Quantize, hessian
 
 
 def _without_tokens(found: Mapping[str, Statistics]) -> str:
-    """Returns a note on the number of experts without tokens; "" if every expert got tokens."""
+    """Returns a note on the number of experts without tokens; "" if there are none."""
     counts = {name.rpartition("/")[0]: it.rows for name, it in found.items() if it.rows.ndim}
     unused = {layer: int((rows == 0).sum()) for layer, rows in counts.items()}
     return ", ".join(
-        f"{n} of {len(counts[layer])} experts of {layer} got no tokens" for layer, n in unused.items() if n
+        f"{n} of {len(counts[layer])} experts of {layer} received no tokens" for layer, n in unused.items() if n
     )

@@ -51,7 +51,7 @@ class Calibrated:
         """Quantizes all kernels.
 
         Args:
-          config: the configuration of the float model, resolved.
+          config: the resolved configuration of the float model.
           stored: the stored form of each kernel, a pytree of ShapeDtypeStructs.
           leaves: the float weights.
           batches, say: see `calibrate`.
@@ -68,7 +68,7 @@ class Calibrated:
                 whole = self._of(name, stored[name])
                 for part, array in names_of(nested({name: value})).items():
                     whole[part][... if layer.number is None else layer.number] = array
-            del layer  # with its hidden states
+            del layer  # frees its hidden states
 
     def leaves(self, name: str) -> dict[str, np.ndarray]:
         """Returns the parts of a kernel, memory-mapped from files, by name; {} if the kernel was not calibrated."""
@@ -125,7 +125,7 @@ def _on_disk(folder: Path, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """Returns an array that is memory-mapped to a new file. NumPy cannot map every dtype, so this maps bytes.
 
     Raises:
-      UserError: the disk has no room for it.
+      UserError: the disk is too full.
     """
     dtype = np.dtype(dtype)
     size = math.prod(shape) * dtype.itemsize
@@ -133,9 +133,9 @@ def _on_disk(folder: Path, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         try:
             os.posix_fallocate(file.fileno(), 0, size)
         except OSError as error:
-            raise UserError(f"{folder}: no room for {size / 1e9:.2f} GB: {error.strerror}") from error
+            raise UserError(f"{folder}: not enough disk space for {size / 1e9:.2f} GB: {error.strerror}") from error
         return np.memmap(file, np.uint8, "r+", shape=(size,)).view(dtype).reshape(shape)
 
 
 def _nothing(size: int) -> None:
-    """Counts no bytes."""
+    """Ignores the number of bytes read."""

@@ -1,7 +1,7 @@
 """Products that collect statistics of their inputs while a block runs.
 
-Each computes the plain product and passes the statistics to its `Recorder`. Call the block within `Recorder.collect`,
-with or without `jax.jit`, but outside of `jax.checkpoint` and loops.
+Each product returns the result of a plain product and passes the statistics to its `Recorder`. Call the block within
+`Recorder.collect`, with or without `jax.jit`, but outside of `jax.checkpoint` and loops.
 """
 
 from collections.abc import Callable
@@ -37,12 +37,12 @@ class Statistics(NamedTuple):
         return self.absolute / jnp.maximum(self.rows, 1)[..., None]
 
     def plus(self, other: "Statistics") -> "Statistics":
-        """Returns the statistics of both inputs together."""
+        """Returns the statistics over the inputs of both."""
         return jax.tree.map(jnp.add, self, other)
 
 
 def empty(kernel: Kernel, hessian: bool) -> Statistics:
-    """Returns the statistics of a kernel that got no inputs. `hessian`: whether Hessians are collected."""
+    """Returns the statistics of a kernel that has received no inputs. `hessian`: whether Hessians are collected."""
     groups, inputs = (kernel.groups,) * bool(kernel.groups), prod(kernel.in_shape)
     zeros = Statistics(jnp.zeros(groups), jnp.zeros((*groups, inputs)), None)
     return zeros._replace(hessian=jnp.zeros((*groups, inputs, inputs))) if hessian else zeros
@@ -73,12 +73,12 @@ def _summed(multiply: Callable[..., jax.Array], x: jax.Array, *how: Any) -> jax.
 
 
 class Recorder:
-    """Makes recording products and stores their statistics. Recorders compare by identity."""
+    """Creates products that record statistics, and stores the statistics. Recorders compare by identity."""
 
     def __init__(self, hessian: bool):
         self.hessian = hessian
         self.found: dict[str, Statistics] = {}
-        self.routing: Routing | None = None  # of the experts that run
+        self.routing: Routing | None = None  # of the MoE layer that is running
 
     def use_in(self, module: nnx.Module) -> None:
         """Prepares the experts in `module` to drop no tokens and to record their routing."""
@@ -87,11 +87,11 @@ class Recorder:
                 layer.sparse, layer.score = True, _Score(self, layer.score)
 
     def product(self, kernel: Kernel, name: str) -> Any:
-        """Returns the product of `kernel` that records its statistics under `name`."""
+        """Returns a product for `kernel` that records statistics under `name`."""
         return (_Grouped if kernel.groups else _Dense)(self, name)
 
     def collect(self, call: Callable[[], Any]) -> tuple[Any, dict[str, Statistics]]:
-        """Returns the result of `call()` and the statistics that its products collected."""
+        """Returns the result of `call()` and the statistics that the products collected during the call."""
         self.found, self.routing = {}, None
         out = call()
         found, self.found, self.routing = self.found, {}, None

@@ -1,1 +1,1 @@
-"""Conversations: templates, which tokens are trained, pairs of answers. It loads no JAX; import from its files."""
+"""Conversations: templates, masks of trained tokens, pairs of answers. Import from its modules; none loads JAX."""

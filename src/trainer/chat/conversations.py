@@ -24,7 +24,7 @@ _MARKS = re.compile(f"[{MARKS}]")
 # The columns that a user's function may return.
 _CONVERSATION = (("messages",), ("prompt", "completion"))
 _PREFERENCE = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))
-_HINT = "convert the data, or give a function that does, formatting_func_path=package.module:function"
+_HINT = "convert the data, or let your function convert them: formatting_func_path=package.module:function"
 
 
 class Conversation(NamedTuple):
@@ -37,7 +37,8 @@ class Conversation(NamedTuple):
 class Preference(NamedTuple):
     """Two answers to a prompt, each a complete conversation or text that includes the prompt.
 
-    `prompt`: the prompt's number of messages; 0 for texts. Both answers are empty if a prompt or an answer is empty.
+    `prompt` is the number of messages in the prompt; 0 for texts. Both answers are empty if the record's prompt or one
+    of its answers is empty.
     """
 
     chosen: list[Message] | str = ""
@@ -88,11 +89,13 @@ class Formatter:
 
 
 def conversation(record: Record, columns: Sequence[str], formatter: Formatter | None) -> tuple[Conversation, int]:
-    """Returns the conversation of a record, without messages if it is empty; and the number of its characters that were
-    replaced by U+FFFD: lone surrogates, and the noncharacters that templates use as marks.
+    """Returns the conversation of a record and the number of replaced characters.
+
+    An empty conversation has no messages. U+FFFD replaces lone surrogates, and the noncharacters that templates use as
+    marks.
 
     Raises:
-      UserError: names the record and what it contains instead.
+      UserError: the record contains no conversation. The message names the record and what it contains instead.
     """
     reader, named = _Reader(record), dict(zip(columns, record.values, strict=True))
     if formatter is not None:
@@ -111,11 +114,11 @@ def conversation(record: Record, columns: Sequence[str], formatter: Formatter | 
 def preference(record: Record, columns: Sequence[str], formatter: Formatter | None) -> tuple[Preference, int]:
     """Returns the two answers of a record, and the number of replaced characters (see `conversation`).
 
-    If the record has no prompt, the prompt is the common beginning of both answers: for conversations, the equal
-    messages at the beginning, never including the last message of either. If it has one, answers may repeat it.
+    If the record has a prompt, its answers may repeat the prompt. Otherwise, the prompt is the common beginning of both
+    answers. In conversations, the common beginning never includes the last message of an answer.
 
     Raises:
-      UserError: names the record and what it contains instead.
+      UserError: the record contains no pair. The message names the record and what it contains instead.
     """
     reader, named = _Reader(record), dict(zip(columns, record.values, strict=True))
     if formatter is not None:
@@ -128,7 +131,7 @@ def preference(record: Record, columns: Sequence[str], formatter: Formatter | No
     if not asked and all(of_text):
         return Preference(chosen[1], rejected[1], tools=tools), reader.replaced
     if not asked and any(of_text):
-        raise reader.error(f"one of the columns {chosen[0]} and {rejected[0]} holds text, and the other messages")
+        raise reader.error(f"one of the columns {chosen[0]} and {rejected[0]} holds text, the other messages")
     one, other = (reader.spoken(value, "assistant") for _, value in (chosen, rejected))
     if not asked:
         most = min(len(one), len(other)) - 1
@@ -140,8 +143,8 @@ def preference(record: Record, columns: Sequence[str], formatter: Formatter | No
         for name, side in ((chosen[0], one), (rejected[0], other)):
             if (role := side[0]["role"]) in ("user", "system"):
                 raise reader.error(
-                    f"column {name} begins with a message of the {role}, but not with the prompt of column {column}; "
-                    f"leave out the column {column}, or give only answers in the others"
+                    f"column {name} begins with a message of the {role}, but not with the prompt in column {column}; "
+                    f"leave out column {column}, or give only answers in the other columns"
                 )
         one, other = [*messages, *one], [*messages, *other]
     return Preference(one, other, len(messages), tools), reader.replaced
@@ -178,7 +181,7 @@ class _Reader:
         return self.spoken(self.text(value, column), role)
 
     def said(self, value: Any, column: str) -> str | list[Message]:
-        """Returns a text or messages; JSON text of messages is also parsed."""
+        """Returns text or messages. JSON text of messages is parsed."""
         value = _value(value)
         text = self.text(value, column) if isinstance(value, str | bytes | None) else ""
         is_text = isinstance(value, str | bytes | None) and not (text.startswith("[") and _is_of_messages(text))
@@ -191,7 +194,7 @@ class _Reader:
         return text
 
     def spoken(self, said: str | list[Message], role: str) -> list[Message]:
-        """Returns messages: those given, or a text as a single message; [] if it is empty."""
+        """Returns `said` if it is messages. Text becomes a single message; empty text becomes []."""
         if not isinstance(said, str):
             return said
         return [{"role": role, "content": self.clean(said)}] if said else []
@@ -212,8 +215,9 @@ class _Reader:
                 value = parsed(text)
             except ValueError:
                 raise self.error(
-                    f"column {column} holds the text {shortened(text)!r}, not messages, nor JSON of them; two columns "
-                    f"hold a prompt and its completion: train_data_columns=[prompt,completion]; or {_HINT}"
+                    f"column {column} holds the text {shortened(text)!r}, not messages or their JSON; if two "
+                    f"columns hold a prompt and its completion, give train_data_columns=[prompt,completion]; "
+                    f"otherwise {_HINT}"
                 ) from None
         lists = isinstance(value, dict) and all(isinstance(items, list) for items in value.values())
         if lists and len({len(items) for items in value.values()}) == 1:
@@ -225,7 +229,7 @@ class _Reader:
         return value
 
     def message(self, value: Any, where: str) -> Message:
-        """Returns a message as templates read it: a role, content (text or None), and other fields except None."""
+        """Returns a message as templates read it: a role, content (text or None), and other fields without None."""
         if not isinstance(value, Mapping):
             raise self.error(f"{where} is {shortened(repr(value))}, not a message with role and content; {_HINT}")
         given = {str(key): item for key, item in value.items() if item is not None or key == "content"}
@@ -240,7 +244,7 @@ class _Reader:
         if isinstance(content, list):
             given["content"] = "".join(self.part(part, where) for part in content)
         elif not isinstance(content, str | bytes | None):
-            raise self.error(f"{where} has content of the type {type(content).__name__}, not text; {_HINT}")
+            raise self.error(f"{where} has content of type {type(content).__name__}, not text; {_HINT}")
         return {key: self.clean(item) for key, item in (given | {"role": role}).items()}
 
     def of_sharegpt(self, given: dict[str, Any], where: str) -> dict[str, Any]:
@@ -248,7 +252,8 @@ class _Reader:
         name = given["from"].decode(errors="replace") if isinstance(given["from"], bytes) else given["from"]
         if not isinstance(name, str) or name not in _SHARED or "value" not in given:
             raise self.error(
-                f"{where} is from {shortened(str(name))}: known: {', '.join(_SHARED)}, each with a value; {_HINT}"
+                f"{where} has from={shortened(str(name))}: from must be one of {', '.join(_SHARED)}, and value must "
+                f"exist; {_HINT}"
             )
         rest = {key: item for key, item in given.items() if key not in ("from", "value")}
         return rest | {"role": _SHARED[name], "content": given["value"]}
@@ -260,7 +265,7 @@ class _Reader:
         if isinstance(part, Mapping) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
             return part["text"]
         kind = part.get("type") if isinstance(part, Mapping) else part
-        raise self.error(f"{where} has content of the type {shortened(str(kind))}: only text is supported")
+        raise self.error(f"{where} has content of type {shortened(str(kind))}; only text is supported")
 
     def clean(self, value: Any) -> Any:
         """Returns a JSON-compatible value, with U+FFFD for characters that are not allowed in text."""
@@ -301,6 +306,6 @@ def _plain(value: Any) -> Any:
 
 
 def _value(value: Any) -> Any:
-    """Returns the value of a column: `_plain`, or the text if it is the only item of an array or list."""
+    """Returns `_plain(value)`, but replaces a list of only one text by the text."""
     value = _plain(value)
     return value[0] if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | bytes) else value

@@ -1,4 +1,4 @@
-"""Encodes conversations as documents for supervised fine-tuning: the encoder of records of `data.open_dataset`."""
+"""Encodes conversations as documents for supervised fine-tuning. `data.open_dataset` uses this encoder."""
 
 import functools
 import re
@@ -21,12 +21,12 @@ from trainer.data.documents import Counts, Document, Encoder, Record, text_of
 from trainer.data.rendered import Encoded, Rendered, pattern
 from trainer.data.tokenizer import Tokenizer
 
-_FORMAT = 1  # incremented if equal conversations give other tokens or other masks
-SHOWN = 2000  # characters of a conversation in a message
+_FORMAT = 1  # increment it when the tokens or masks of the same conversation change
+SHOWN = 2000  # the maximum number of a conversation's characters in a message
 
 
 class Example(NamedTuple):
-    """A conversation with its tokens [n], and which of them are trained: bool [n]."""
+    """A conversation, its tokens [n], and a mask of the trained tokens: bool [n]."""
 
     turns: Turns
     encoded: Encoded
@@ -40,7 +40,7 @@ class ChatEncoder(Encoder):
     Attributes:
       template: converts conversations to text.
       formatter: a user's function that converts records to messages.
-      longest: a conversation is truncated after this many targets; None if it continues in another row.
+      longest: the number of targets after which a conversation is truncated; None if it continues in another row.
     """
 
     noun: ClassVar[str] = "conversation"
@@ -55,7 +55,7 @@ class ChatEncoder(Encoder):
 
     @property
     def whole(self) -> bool:
-        return False  # the first token is no target, and the names of special tokens are text without bytes
+        return False  # the first token is not a target, and special tokens have no bytes of text
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class ChatEncoder(Encoder):
         return (len(example.learnt) for example in self.examples(records, counts) if example)
 
     def examples(self, records: Sequence[Record], counts: Counts) -> list[Example | None]:
-        """Returns the conversations of `records`, with None for one without messages. Errors are as in `encode`."""
+        """Returns the conversations of `records`, or None for records without messages. Errors are as in `encode`."""
         found = [self._of_record(record, counts) for record in records]
         encoded = iter(self.encoded([one for one in found if one]))
         return [one and next(encoded) for one in found]
@@ -107,7 +107,7 @@ class ChatEncoder(Encoder):
         return self.turns(messages, tools, record, counts)
 
     def turns(self, messages: Sequence[Message], tools: Any, record: Record, counts: Counts, first: int = 0) -> Turns:
-        """Returns a rendered conversation, and which part of it is trained, beginning with message number `first`."""
+        """Returns the rendered conversation and its trained parts. Messages before index `first` are not trained."""
         try:
             found = turns(self.template, messages, tools, self._markers, first)
         except TemplateFailed as error:
@@ -118,13 +118,13 @@ class ChatEncoder(Encoder):
 
     def _notice(self, found: Turns, record: Record, counts: Counts, marked: bool) -> None:
         if self.completion_only and found.differing:
-            kept = "are not learnt (a template with {% generation %} says itself what is learnt)"
-            kept = "are learnt as they are" if marked else kept
+            kept = "are not trained (a template can mark the trained text with {% generation %})"
+            kept = "are trained as rendered in the conversation" if marked else kept
             counts.notice(
                 "differing",
                 lambda: (
-                    "turns of the assistant are rendered otherwise in a conversation than generation sees them, and "
-                    f"{kept}; the first in {record.where}, {found.differing[0]}"
+                    "turns of the assistant are rendered differently in a complete conversation than during "
+                    f"generation, and {kept}; the first in {record.where}, {found.differing[0]}"
                 ),
                 len(found.differing),
             )
@@ -132,7 +132,7 @@ class ChatEncoder(Encoder):
             counts.notice(
                 "unended",
                 lambda: (
-                    "turns of the assistant end without a special token, so that generation will not know where to "
+                    "turns of the assistant end without a special token, so generation will not know where to "
                     f"stop; the first in {record.where}"
                 ),
                 found.unended,
@@ -140,7 +140,7 @@ class ChatEncoder(Encoder):
         self.notice_plain(found.rendered, record, counts)
 
     def notice_plain(self, rendered: Rendered, record: Record, counts: Counts) -> None:
-        """Counts names of special tokens in messages."""
+        """Counts names of special tokens that occur in messages."""
         if rendered.plain:
             start, stop = rendered.plain[0]
             counts.notice(
@@ -153,13 +153,13 @@ class ChatEncoder(Encoder):
             )
 
     def document(self, example: Example, counts: Counts, record: Record) -> Document | None:
-        """Returns the document of a conversation; None if no target in a row is trained. Counts both cases."""
+        """Returns the document of a conversation; None if no target that fits a row is trained. Counts both cases."""
         found, encoded, learnt = example
         loss = learnt[1:]
         if not loss[: self.longest].any():
-            why = "nothing in them is learnt"
+            why = "they have no trained tokens"
             if loss.any():
-                why = f"what is learnt in them begins after max_target_length={self.longest} tokens"
+                why = f"their first trained token is after max_target_length={self.longest} tokens"
                 counts.long(len(encoded.ids))
             counts.skipped += 1
             counts.notice(why, lambda: f"conversations are skipped, because {why}; the first in {record.where}")
@@ -176,10 +176,7 @@ class ChatEncoder(Encoder):
         if crossing and self.completion_only:
             counts.notice(
                 "crossing",
-                lambda: (
-                    "tokens stand for characters both before and in what is learnt, and are learnt; the first in "
-                    f"{record.where}"
-                ),
+                lambda: f"tokens that begin before trained text and end in it are trained; the first in {record.where}",
                 crossing,
             )
 
@@ -194,7 +191,7 @@ class ChatEncoder(Encoder):
 
 
 def chat_encoder(config: Config, tokenizer: Tokenizer | None, columns: tuple[str, ...], tokenize: bool) -> ChatEncoder:
-    """Returns the encoder of conversations for `data.open_dataset`. The tokenizer is saved with the encoder's template.
+    """Returns the encoder of conversations for `data.open_dataset`. Also sets the tokenizer's template.
 
     Raises:
       UserError: the template or the formatting function does not exist or is not valid.
@@ -230,7 +227,7 @@ def open_template(config: Config, tokenizer: Tokenizer, *, today: bool = False) 
     Also sets it as the tokenizer's template. `today`: see `Template`.
 
     Raises:
-      UserError: it cannot be read.
+      UserError: the template cannot be read.
     """
     if config.chat_template:
         found = ChatTemplate(config.chat_template, "chat_template")
@@ -251,7 +248,7 @@ def count_replaced(replaced: int, record: Record, counts: Counts) -> None:
 
 
 def _check_ids(encoded: Encoded, tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raises UserError if a token exceeds the model's vocabulary, for example one that was added to a tokenizer."""
+    """Raises UserError if a token exceeds the model's vocabulary, for example a token added to the tokenizer."""
     most = int(encoded.ids.max(initial=0))
     if most >= vocab_size:
         name = next((name for name, i in tokenizer.markers.items() if i == most), "")
@@ -284,8 +281,8 @@ class Prompts:
         return self.tokens_of(Record("prompt", ([{"role": "user", "content": prompt}],)))
 
     def tokens_of(self, record: Record) -> list[int]:
-        """Returns the tokens of the conversation, or the user's text, in the first column of `record`, up to the start
-        of the assistant's turn. Raises UserError if it is not a conversation, or the template cannot render it."""
+        """Renders the conversation, or the user's text, in the first column of `record`. Returns its tokens up to the
+        start of the assistant's turn. Raises UserError if it is no conversation, or the template cannot render it."""
         value = record.values[0]
         if isinstance(value, str | bytes):
             record = Record(record.where, ([{"role": "user", "content": text_of(value, "prompt", record)[0]}],))
@@ -293,8 +290,8 @@ class Prompts:
         return self._encoded(self.template.render(messages, prompt=True)).ids.tolist()
 
     def answer_tokens(self, record: Record) -> list[int]:
-        """Returns the tokens of the assistant's turn with the answer in the second column, and the token that ends it;
-        [] if the template changes the answer. The first column and errors are as in `tokens_of`."""
+        """Renders the answer in the second column as the assistant's turn. Returns the turn's tokens, including the
+        token that ends it; [] if the template changes the answer. The first column and errors: see `tokens_of`."""
         (messages, _), _ = conversation(Record(record.where, record.values[:2]), ("prompt", "completion"), None)
         try:
             found = turns(self.template, messages, None, pattern(self._tokenizer.markers), len(messages) - 1)
@@ -322,27 +319,29 @@ class Prompts:
 
 
 def answer_of(record: Record, column: str, tokenizer: Tokenizer, chat: Prompts | None) -> list[int]:
-    """Returns the tokens of the answer in the second column of a record, named `column`, and the token that ends it; []
-    if there is no answer. Errors are as in `prompt_of`."""
+    """Returns the tokens of the answer in a record's second column, named `column`, and the token that ends it.
+    Returns [] for an empty answer. Errors are as in `prompt_of`."""
     text = text_of(record.values[1], column, record)[0]
+    if not text:
+        return []
     if chat is not None:
-        return chat.answer_tokens(record) if text else []
+        return chat.answer_tokens(record)
     return [*tokenizer.encode(text), *([] if tokenizer.eos is None else [tokenizer.eos])]
 
 
 def prompt_of(record: Record, column: str, tokenizer: Tokenizer, chat: Prompts | None) -> tuple[Any, list[int]]:
-    """Returns the prompt in a record, whose first column is `column`, and the prompt's tokens; [] if it has no text.
+    """Returns the prompt in a record's first column, which is named `column`, and its tokens; no tokens for empty text.
 
     Raises:
-      UserError: it is neither text nor messages.
+      UserError: the prompt is neither text nor messages.
     """
     if chat is not None:
         return record.values[0], chat.tokens_of(record)
     value = record.values[0]
     if isinstance(value, list | np.ndarray):
         raise UserError(
-            f"{record.where}: column {column} holds {type(value).__name__}, not text; use_chat_template=true takes "
-            "lists of messages"
+            f"{record.where}: column {column} holds {type(value).__name__}, not text; for lists of messages, "
+            "give use_chat_template=true"
         )
     text = text_of(value, column, record)[0]
     return text, [*tokenizer.before_text, *tokenizer.encode(text)] if text else []

@@ -1,4 +1,4 @@
-"""Settings that a run derives from its data if no key gives them: columns, and the row length of runs from a model."""
+"""Settings derived from the data if no key sets them: columns, and the row length of runs that start from a model."""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,10 +24,10 @@ from trainer.data.tokenizer import Tokenizer
 
 LENGTH = "max_target_length"
 EXAMINED = 2000  # records
-LONGEST_ROW = 2048  # tokens of a conversation, or of a prompt and its completion; a pair has two sequences
-# For each command, the possible columns; the first that exist are used. Rollouts of every
-# command begin with prompts as in trainer.grpo, which also uses all other columns.
+LONGEST_ROW = 2048  # tokens of one sequence; a row of pairs has twice this length
 COLUMNS = ("train_data_columns", "eval_data_columns")
+# The usual sets of columns for each command. The first set that exists in the data is used. Every command with rollouts
+# uses the sets of use_grpo.
 CONVENTIONS: Mapping[str, Sequence[tuple[str, ...]]] = {
     "use_sft": (("messages",), ("prompt", "completion")),
     "use_dpo": (("prompt", "chosen", "rejected"), ("chosen", "rejected")),
@@ -44,15 +44,16 @@ def taken(
     own_run: Callable[[Config], tuple[Mapping[str, Any], Any] | None],
     positions: Callable[[Config], int | None],
 ) -> Mapping[str, Any]:
-    """Sets the columns, and `max_target_length` of a run from a model, if no key gives them. Reports each to `say`.
+    """Sets the columns and, for a run from a model, `max_target_length`, if no key sets them. Returns the new values.
 
-    A run that continues takes both from its own checkpoint. Otherwise the columns are the first of CONVENTIONS that
-    exist in the data, and the length is the longest of the first EXAMINED records, at most LONGEST_ROW and the model's
-    number of positions.
+    A resumed run uses the values in its checkpoint. Otherwise, the columns are the first of CONVENTIONS that exist in
+    the data, and the length is that of the longest of the first EXAMINED records, but at most LONGEST_ROW and the
+    model's number of positions.
 
     Args:
-      own_run: returns the keys and the checkpoint of the run that the command continues; None if it continues none.
-      positions: returns the text length for which the model at load_parameters_path was trained; None if not known.
+      say: called with a message for each new value.
+      own_run: returns the keys and the checkpoint of the run that the command resumes; None if it resumes no run.
+      positions: returns the text length for which the model at load_parameters_path was trained; None if unknown.
 
     Raises:
       UserError: the model or the data cannot be read, columns must be given, or the length contradicts other keys.
@@ -83,10 +84,10 @@ def taken(
 
 
 def _conventional(config: Config) -> list[str]:
-    """Returns the columns of the first of CONVENTIONS in the data; [] if none fits but the default column exists.
+    """Returns the usual columns of the data; [] if the data have none of CONVENTIONS but the default column.
 
     Raises:
-      UserError: the data do not have the default column either.
+      UserError: the data have neither the usual columns nor the default column.
     """
     there: Sequence[str] = ()
     try:
@@ -115,7 +116,7 @@ def _conventional(config: Config) -> list[str]:
 
 
 def _measured(config: Config, positions: Callable[[Config], int | None]) -> tuple[int, str]:
-    """Returns the row length that the data require, 0 without data, and the reason."""
+    """Returns the row length that the data require and the reason; (0, "") without data."""
     train, tokenizer = _opened(config)
     most = max(1, EXAMINED // len(train))
     lengths: list[int] = []
@@ -133,10 +134,10 @@ def _measured(config: Config, positions: Callable[[Config], int | None]) -> tupl
     why = f"the longest of {'' if whole else 'the first '}{counted(len(lengths), what)} has {longest:,} tokens"
     if has_rollouts(config):
         longest = max(longest, config.max_prefill_predict_length) + COMPLETION
-        why += f", and {COMPLETION} more are for a completion"
+        why += f", and {COMPLETION} more are reserved for a completion"
     trained = [at for at in (positions(config), config.trainable_position_size) if at and at > 0]
-    limits = {LONGEST_ROW * (2 if config.use_dpo else 1): "the most that is taken from data"}
-    limits |= dict.fromkeys(trained, "the positions of the model")
+    limits = {LONGEST_ROW * (2 if config.use_dpo else 1): "the limit for a length from data"}
+    limits |= dict.fromkeys(trained, "the model's number of positions")
     if longest <= min(limits):
         return min(row_for(longest), *limits), why
     return min(limits), f"{why}, more than {limits[min(limits)]}"
@@ -153,7 +154,7 @@ def _opened(config: Config) -> tuple[Sequence[Corpus], Tokenizer]:
 def _lengths(
     config: Config, tokenizer: Tokenizer, columns: tuple[str, ...]
 ) -> tuple[str, Callable[[Sequence[Record]], Iterator[int]]]:
-    """Returns the noun for a record, and a function that returns the number of tokens of each record."""
+    """Returns the word for a record, such as "prompt", and a function that returns the token count of each record."""
     if has_rollouts(config):
         from trainer.chat.encoder import Prompts, prompt_of
 

@@ -1,7 +1,7 @@
-"""Encodes pairs of answers as documents for preference optimization: the encoder of records for `data.open_dataset`.
+"""Encodes pairs of answers as documents for preference optimization. `data.open_dataset` uses this encoder.
 
-The document of a pair is the chosen sequence, followed by the rejected one. Each is a prompt and an answer, and the
-answer's targets bear loss. Conversations are rendered by the chat template; texts are used unchanged.
+The document of a pair is the chosen sequence, followed by the rejected one. Each sequence is a prompt and an answer;
+only the answer's targets bear loss. Conversations are rendered by the chat template; texts are used unchanged.
 """
 
 import bisect
@@ -21,7 +21,7 @@ from trainer.data.documents import Counts, Document, Record
 from trainer.data.rendered import Encoded, Rendered, pattern
 from trainer.data.tokenizer import Tokenizer
 
-_FORMAT = 1  # incremented if equal pairs give other tokens or other masks
+_FORMAT = 1  # increment it when the tokens or masks of the same pair change
 
 
 class Pair(NamedTuple):
@@ -39,7 +39,8 @@ class PairEncoder(ChatEncoder):
       row: the number of tokens of a row, which contains both sequences of a pair.
       align: each sequence begins at a multiple of this many tokens.
       truncate: whether pairs that are too long are truncated instead of skipped.
-      longest_prompt: the maximum tokens of a prompt; None: prompts are truncated only in pairs longer than a row.
+      longest_prompt: the maximum number of tokens in a prompt. If None, prompts are truncated only in pairs longer than
+        a row.
     """
 
     noun: ClassVar[str] = "pair"
@@ -63,7 +64,7 @@ class PairEncoder(ChatEncoder):
         return [pair and self.pair_document(pair, counts, record) for pair, record in pairs]
 
     def lengths(self, records: Sequence[Record], counts: Counts) -> Iterator[int]:
-        """Yields the number of places in a row that each pair in `records` needs without truncation."""
+        """Yields the number of row positions that each pair in `records` needs without truncation."""
         return (self._places(pair) for pair in self.pairs(records, counts) if pair)
 
     def _places(self, pair: Pair) -> int:
@@ -92,7 +93,7 @@ class PairEncoder(ChatEncoder):
         return Pair(*self.encoded(sides))
 
     def _of_texts(self, found: Preference, record: Record, counts: Counts) -> Pair:
-        """Returns two texts between the tokenizer's special tokens. Their common beginning is the prompt."""
+        """Returns the pair of two texts, each between a BOS and an EOS token. The prompt is their common prefix."""
         names = pattern(self._tokenizer.special_tokens)
         texts = [str(found.chosen), str(found.rejected)]
         rendered = [Rendered(text, plain=tuple(match.span() for match in names.finditer(text))) for text in texts]
@@ -126,7 +127,7 @@ class PairEncoder(ChatEncoder):
         elif (tokens := self._places(pair)) <= self.row:
             problem = f"their prompts have more than {self.longest_prompt} tokens (use_truncation=false)"
         else:
-            problem = "their prompts leave no room in a row for answers"
+            problem = "their prompts leave no space in a row for answers"
             if not self.truncate:
                 problem = f"they are longer than max_target_length={self.row} (use_truncation=false)"
             counts.long(tokens)
@@ -141,7 +142,7 @@ class PairEncoder(ChatEncoder):
         return _document(fitting)
 
     def kept(self, pair: Pair) -> list[np.ndarray]:
-        """Returns which tokens of each sequence are in a row: bool [n]. If the pair is skipped, no token is."""
+        """Returns a mask of the tokens that are kept, for each sequence: bool [n]; all False if the pair is skipped."""
         found = [np.zeros(len(side.learnt), bool) for side in pair]
         fitting = self._fitting(_parts(pair))
         if fitting is not None and not _problem(fitting):
@@ -152,7 +153,7 @@ class PairEncoder(ChatEncoder):
     def _fitting(self, parts: "list[_Part]") -> "list[_Part] | None":
         """Returns the two sequences, truncated to fit into a row; None if they do not fit.
 
-        Truncates the beginning of prompts, then the end of the longer answer (one limit for both answers).
+        Truncates prompts at their beginning, then answers at their end. Both answers have the same maximum length.
         """
         prompts = [part.prompt for part in parts]
         fits = _document(parts).places(self.align) <= self.row
@@ -178,7 +179,7 @@ class PairEncoder(ChatEncoder):
 
     @property
     def _first(self) -> int | None:
-        """The token that is kept at the beginning of a truncated prompt."""
+        """The BOS token, which truncation keeps at the beginning of a prompt; None if the tokenizer has none."""
         return self._tokenizer.special_tokens.get(self._tokenizer.special_names.get("bos_token", ""))
 
 
@@ -193,7 +194,7 @@ def _parts(pair: Pair) -> "list[_Part]":
 
 
 class _Part(NamedTuple):
-    """One sequence of a pair: tokens [n], which of them are trained, and their indices before truncation."""
+    """One sequence of a pair: tokens [n], a mask of the trained tokens, and the tokens' indices before truncation."""
 
     ids: np.ndarray
     learnt: np.ndarray
@@ -205,7 +206,7 @@ class _Part(NamedTuple):
         return int(np.argmax(self.learnt)) if self.learnt.any() else len(self.learnt)
 
     def with_prompt(self, most: int, first: int | None) -> "_Part":
-        """Returns the part with at most `most` prompt tokens: the last, and also the first if it is `first`."""
+        """Returns the part with the last `most` prompt tokens. If the part begins with `first`, so does the result."""
         kept = np.arange(max(0, self.prompt - most), len(self.ids))
         if kept[0] and self.ids[0] == first:
             kept[0] = 0
@@ -225,23 +226,23 @@ def _document(parts: Sequence[_Part]) -> Document:
 
 
 def _problem(parts: Sequence[_Part]) -> str:
-    """Returns why two sequences have nothing to train; "" if they have."""
+    """Returns the reason to skip a pair of sequences; "" if they can be trained."""
     if np.array_equal(parts[0].ids, parts[1].ids):
-        return "their answers are equal, as far as they fit a row"
+        return "their answers are equal within a row"
     if not all(part.learnt[1:].any() for part in parts):
-        return "nothing is learnt in one of the answers, as far as they fit a row"
+        return "one of the answers has no trained tokens within a row"
     return ""
 
 
 def _shared(one: np.ndarray, other: np.ndarray) -> int:
-    """Returns the number of equal tokens at the beginning of both."""
+    """Returns the length of the common prefix."""
     shortest = min(len(one), len(other))
     different = np.flatnonzero(one[:shortest] != other[:shortest])
     return int(different[0]) if len(different) else shortest
 
 
 def pair_encoder(config: Config, tokenizer: Tokenizer | None, columns: tuple[str, ...], tokenize: bool) -> PairEncoder:
-    """Returns the encoder of pairs for `data.open_dataset`. The tokenizer is then saved with the encoder's template.
+    """Returns the encoder of pairs for `data.open_dataset`. Also sets the tokenizer's template.
 
     Raises:
       UserError: the template or the formatting function does not exist or is not valid.

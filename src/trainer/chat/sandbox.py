@@ -1,8 +1,9 @@
-"""Jinja's sandbox with limits on the size of a template's results, and on its time (`config/limits.py`).
+"""Jinja's sandbox with limits on a template's CPU time and the size of its results (see `config/limits.py`).
 
-Jinja's own sandbox lets a template read only its inputs. This one also counts loops, macros, calls and filters as
-turns. Before an operation whose result can be larger than its operands, it checks the size: texts, lists and integers
-have a maximum. A nested list counts all its values each time it occurs, because printing and comparing visit them.
+Jinja's own sandbox lets a template read only its inputs. This one also limits the number of turns: loop iterations and
+calls of macros, functions and filters. Before an operation whose result can be larger than its operands, it checks that
+the resulting text, list or integer is not too large. Each occurrence of a nested list counts with all values in it,
+because printing and comparing visit them all.
 """
 
 import contextlib
@@ -32,23 +33,24 @@ from trainer.config.limits import (
 
 _LOOKS = 256  # turns between two checks of the clock
 _SMALL = 1 << 12  # smaller texts do not count toward the total
-_VALUE, _REFERENCE = 64, 16  # characters that a visited value, or a reference to one, counts as
+_VALUE, _REFERENCE = 64, 16  # sizes, in characters, of a visited value and of a reference to a value
 _TEXT = (str, bytes, bytearray)
 _WIDE_FILTERS = ("center", "indent", "batch", "slice", "wordwrap")
 _WIDE_METHODS = ("ljust", "rjust", "center", "zfill", "expandtabs", "to_bytes")
 _WIDE = rf"\d{{{FORMAT_DIGITS + 1}}}"
 _WIDE_PERCENT = re.compile(rf"%(\(\w*\))?[-+ #0]*(\*|{_WIDE}|\d*\.(\*|{_WIDE}))")
-_WIDE_FIELD = re.compile(rf"\{{|{_WIDE}")  # in the text after a field's colon
+_WIDE_FIELD = re.compile(rf"\{{|{_WIDE}")  # searched in a field's format spec
 
 
 class _Budget(threading.local):
-    """The remaining budget of the conversation that this thread renders."""
+    """The remaining budget of the conversation that this thread is rendering."""
 
     turns, made, until = TURNS, MADE_TOGETHER, 0.0
 
 
 class _Code(jinja2.compiler.CodeGenerator):
-    """Counts loop iterations and macro calls, and checks results of `~` and of list and dict displays."""
+    """Generates code that also counts loop iterations and macro calls, and that checks the sizes of the results of `~`
+    and of list, tuple and dict literals."""
 
     def visit_For(self, node: nodes.For, frame: Any) -> None:
         super().visit_For(_counted(node), frame)
@@ -91,7 +93,7 @@ def _counted(node: Any) -> Any:
 
 
 class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """See the module docstring. `begin` starts a conversation."""
+    """A sandbox with the limits in the module docstring. Call `begin` before each conversation."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
     code_generator_class = _Code
@@ -99,7 +101,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def __init__(self, **settings: Any):
         super().__init__(**settings)
         self._budget = _Budget()
-        # Equal conversations must have equal texts, hence no random filters. pprint recurses needlessly.
+        # Equal conversations must render to equal texts, hence no random output. pprint recurses, and is not needed.
         del self.filters["random"], self.filters["pprint"], self.globals["lipsum"]
         self.filters = {name: self._guarded(name, function) for name, function in self.filters.items()}
 
@@ -118,29 +120,31 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def _look(self) -> None:
         if self._budget.turns <= 0 or time.thread_time() > self._budget.until > 0:
-            raise _refused(f"it takes more than {TURNS:,} turns of loops and calls, or {SECONDS:g} s of CPU time")
+            raise _refused(f"it takes more than {TURNS:,} loop iterations and calls, or {SECONDS:g} s of CPU time")
 
     def made(self, size: int) -> None:
-        """Counts a text or list of this size. Call it before making one that can be large."""
+        """Counts a text or list of `size` characters toward the limits. Call it before creating a large one."""
         if size > _SMALL:
             self._budget.made -= size
             if size > MADE_CHARACTERS or self._budget.made < 0:
-                raise _refused(f"it makes more than {MADE_CHARACTERS:,} characters, or {MADE_TOGETHER:,} together")
+                raise _refused(
+                    f"it makes more than {MADE_CHARACTERS:,} characters at once, or {MADE_TOGETHER:,} in total"
+                )
             self._look()
 
     def weighed(self, value: Any) -> Any:
-        """Returns a value after counting everything in it (`made`)."""
+        """Returns `value`, after counting everything in it toward the limits."""
         self.made(_weight(value))
         return value
 
     def joined(self, values: Sequence[Any]) -> str:
-        """Returns the result of the operator ~."""
+        """Returns the result of the operator `~`: the concatenated texts of `values`."""
         texts = [value if isinstance(value, str) else str(self.weighed(value)) for value in values]
         self.made(sum(map(len, texts)))
         return "".join(texts)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Refuses operands whose result would be too large."""
+        """Returns the result of a binary operator. Raises SecurityError if it would be too large."""
         if operator == "+" and isinstance(left, _TEXT) and isinstance(right, _TEXT):
             if len(left) + len(right) > _SMALL:
                 self.made(len(left) + len(right))
@@ -157,7 +161,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return self.binop_table[operator](left, right)
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Performs a call in a template, and checks methods of texts and integers."""
+        """Performs and counts a call in a template. Checks the result sizes of methods of texts and integers."""
         budget = __self._budget
         budget.turns -= 1
         if budget.turns % _LOOKS == 0:
@@ -171,7 +175,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return result if type(result) is str and len(result) <= _SMALL else __self._result(result)
 
     def _result(self, value: Any) -> Any:
-        """Returns the result of a call or a filter after counting it (`made`)."""
+        """Returns `value`, the result of a call or a filter, after counting it toward the limits."""
         if isinstance(value, _TEXT):
             if len(value) > _SMALL:
                 self.made(len(value))
@@ -182,14 +186,14 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return value
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """Returns str.format without wide fields."""
+        """Returns a version of the method str.format that refuses wide fields; None for other values."""
         function = super().wrap_str_format(value)
         if function is None:
             return None
 
         def checked(*args: Any, **kwargs: Any) -> str:
             form = value.__self__
-            with contextlib.suppress(ValueError):  # `function` raises it
+            with contextlib.suppress(ValueError):  # `function` below raises it
                 specs = [spec for _, _, spec, _ in string.Formatter().parse(form) if spec]
                 self._check_format(form, form.count("{"), any(map(_WIDE_FIELD.search, specs)), [args, kwargs])
             return function(*args, **kwargs)
@@ -266,7 +270,7 @@ def _weight(value: Any) -> int:
 
 
 def _length_of(value: Any) -> int:
-    """Returns the size of what + and * copy: the characters of a text, or the references of a list."""
+    """Returns the size that `+` and `*` copy: the characters of a text, or the references in a list."""
     return len(value) * _REFERENCE if isinstance(value, list | tuple) else _weight(value)
 
 

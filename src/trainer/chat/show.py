@@ -20,11 +20,11 @@ Say = Callable[[str], None]
 
 
 def conversations(config: Config, count: int, say: Say) -> None:
-    """Prints the first `count` conversations of the training data, with trained text in colour, or in guillemets if
-    standard output is not a terminal; then passes notes on them to `say`.
+    """Prints the first `count` conversations of the training data, then passes notes about them to `say`. Trained text
+    is in colour on a terminal, and otherwise in guillemets.
 
     Raises:
-      UserError: the same errors as in the run.
+      UserError: in the same cases as training.
     """
 
     def shown(encoder: ChatEncoder, record: Record, counts: Counts) -> str:
@@ -41,7 +41,7 @@ def conversations(config: Config, count: int, say: Say) -> None:
 
 
 def pairs(config: Config, count: int, say: Say) -> None:
-    """Prints the first `count` pairs in the same way: the chosen answer, then the rejected one, with prompts."""
+    """Prints the first `count` preference pairs in the same way: first prompt and chosen answer, then the rejected."""
 
     def shown(encoder: PairEncoder, record: Record, counts: Counts) -> str:
         (pair,) = encoder.pairs([record], counts)
@@ -68,7 +68,7 @@ def _show(config: Config, count: int, say: Say, make_encoder: Any, shown: Callab
     encoder = make_encoder(config, tokenizer, source.train[0].columns, config.tokenize_train_data)
     counts = Counts(noun=encoder.noun)
     learnt = "green" if _marks() is TRAINED_COLOUR else " ".join(TRAINED_PLAIN)
-    say(f"template: {encoder.template.where}; what is learnt is {learnt}")
+    say(f"template: {encoder.template.where}; trained text is {learnt}")
     for record in itertools.islice(records, count):
         print(shown(encoder, record, counts))
     for note in counts.notes():
@@ -80,15 +80,15 @@ def _marks() -> tuple[str, str]:
 
 
 def _facts(example: Example, kept: np.ndarray) -> str:
-    """Returns how many tokens a sequence has, how many of them are truncated, and how many are trained. `kept`: which
-    tokens are in a row, bool [n]; all false if the sequence is skipped."""
+    """Returns the numbers of all, of truncated and of trained tokens of a sequence, as text. `kept`: whether each token
+    is in the row, bool [n]; all false if the sequence is skipped."""
     lost = int((~kept).sum())
     cut = f", {lost:,} of them cut" if lost and kept.any() else ""
     return f"{counted(len(kept), 'token')}{cut}, {int(example.learnt[kept][1:].sum()):,} learnt"
 
 
 def _marked(example: Example, kept: np.ndarray) -> str:
-    """Returns the text with marks around the characters of trained tokens, without truncated text."""
+    """Returns the text with marks around trained characters. Truncated text is replaced by its number of tokens."""
     marks, skipped = _marks(), not kept.any()
     text, encoded = example.turns.rendered.text, example.encoded
     parts, end = [], 0

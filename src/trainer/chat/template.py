@@ -1,7 +1,7 @@
-"""Renders conversations with a chat template: Jinja in its sandbox, with the helpers of Hugging Face's tokenizers.
+"""Renders conversations with chat templates: sandboxed Jinja, with the helpers of Hugging Face's tokenizers.
 
 https://huggingface.co/docs/transformers/chat_templating_writing describes the functions and variables. Jinja's sandbox
-lets a template read only its inputs; `sandbox` limits the size of its results and its time.
+lets a template read only its inputs; `chat.sandbox` limits a template's CPU time and the size of its results.
 """
 
 import datetime
@@ -22,9 +22,9 @@ from trainer.config.words import visible
 from trainer.data.chat_files import ChatTemplate
 from trainer.data.rendered import Range, Rendered, pattern
 
-# The date that templates print during training, so that a run that continues on another day sees the same text.
+# The date that templates see during training. It is fixed, so that a run resumed on another day renders the same text.
 TRAINING_DATE = datetime.datetime(2026, 1, 1)
-# For tokenizers without a template.
+# The template for tokenizers without one.
 DEFAULT = ChatTemplate(
     """\
 {{ bos_token }}
@@ -38,8 +38,8 @@ DEFAULT = ChatTemplate(
 {%- if add_generation_prompt %}{{ 'Assistant:\\n' }}{% endif %}""",
     "the default template",
 )
-# Marks that are put around the text of a tag or message, and removed again. Unicode reserves these characters for such
-# uses; `conversations` removes them from messages.
+# Temporary marks around `{% generation %}` text and around the names of special tokens in messages. Unicode reserves
+# these characters for internal use; `conversations` removes them from messages.
 _BEGIN, _END, _NAME, _NAME_END = MARKS = "\ufdd0\ufdd1\ufdd2\ufdd3"
 _PROBE = "a text that no template has"
 _MARK = re.compile(f"[{MARKS}]")
@@ -55,11 +55,11 @@ class TemplateFailed(UserError):
 
 
 class _NoContent(jinja2.Undefined):
-    """Content that is null or absent, as in messages that only call tools: it `is none`, and prints nothing."""
+    """Null or absent content, as in messages that only call tools. In a template, it `is none` and prints nothing."""
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}`: the assistant's text."""
+    """The tag `{% generation %}...{% endgeneration %}`, which encloses the assistant's text."""
 
     tags = {"generation"}
 
@@ -73,7 +73,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Unlike Jinja's class, it does not let a template replace attributes that Python looks up, such as its class."""
+    """Jinja's namespace, but templates cannot set attributes that Python itself looks up, such as `__class__`."""
 
     def __init__(*args: Any, **kwargs: Any):
         for name in dict(*args[1:], **kwargs):
@@ -97,19 +97,19 @@ class Template:
     """A chat template.
 
     Attributes:
-      texts: the texts of all its templates: the default, then the one for conversations with tools, if it exists.
+      texts: the text of the default template, followed by that of the template for tools, if there is one.
       marks_generation: whether it marks the assistant's text with `{% generation %}`.
     """
 
     def __init__(self, template: ChatTemplate, names: Mapping[str, str], special: Sequence[str] = (), *, today=False):
         """
         Args:
-          names: the variables bos_token, eos_token, ...
-          special: the names of special tokens, which are ordinary text within a message.
+          names: the values of the variables bos_token, eos_token, ...
+          special: the names of special tokens. Within a message, they count as ordinary text.
           today: whether templates print today's date instead of TRAINING_DATE.
 
         Raises:
-          UserError: it is not a Jinja template.
+          UserError: the template is too long, or not valid Jinja.
         """
         self.text, self.where, with_tools = template
         if len(self.text) > TEMPLATE_CHARACTERS:
@@ -122,14 +122,14 @@ class Template:
         assert self._compiled
 
     def of(self, tools: Any) -> "Template":
-        """Returns the template for conversations with these tools; None: without tools."""
+        """Returns the template to use for a conversation. `tools`: its tools, or None if it has none."""
         return self if tools is None or self._with_tools is None else self._with_tools
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Any = None, *, prompt: bool = False) -> Rendered:
         """Returns the text of a conversation. `prompt`: whether to add the beginning of the assistant's next turn.
 
         Raises:
-          TemplateFailed: the message states the reason.
+          TemplateFailed: the template cannot render the conversation.
         """
         said = [_in_parts(message) for message in messages] if self._takes_parts else messages
         return self._render([_without_null(message) for message in said], tools, prompt)
@@ -144,7 +144,7 @@ class Template:
                 if (size := size + len(chunk)) > RENDERED_CHARACTERS:
                     raise jinja2.sandbox.SecurityError(f"the text has more than {RENDERED_CHARACTERS:,} characters")
             text = "".join(chunks)
-            text.encode()  # no tokenizer accepts half of a surrogate pair
+            text.encode()  # raises for half of a surrogate pair, which no tokenizer accepts
         except _ERRORS as error:
             raise TemplateFailed(
                 f"the chat template ({self.where}) cannot render the conversation: "
@@ -160,14 +160,14 @@ class Template:
         environment.globals |= {"raise_exception": _raise, "strftime_now": self._strftime, "namespace": _Namespace}
         try:
             return environment.from_string(self.text)
-        except (*_ERRORS, SyntaxError) as error:  # a SyntaxError is Python's, about generated code
+        except (*_ERRORS, SyntaxError) as error:  # SyntaxError: Python cannot compile the code that Jinja generated
             line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
             why = shortened(visible(error.msg if isinstance(error, SyntaxError) else str(error)))
             raise UserError(f"{self.where}{line} is not a chat template in Jinja: {why}") from error
 
     @functools.cached_property
     def _takes_parts(self) -> bool:
-        """Whether the template shows content only if it is a list of parts, as templates of models with images may."""
+        """Whether the template renders content only if it is a list of parts, as templates of vision models may."""
         message = {"role": "user", "content": _PROBE}
 
         def shows(message: Mapping[str, Any]) -> bool:
@@ -219,7 +219,7 @@ def _without_marks(marked: str) -> Rendered:
 
 
 def _marked_parts(marked: str) -> Iterator[tuple[str, str]]:
-    """Yields each mark with the text after it. The first item has no mark, and the text before all marks."""
+    """Yields each mark with the text up to the next mark. The first item is "" with the text before the first mark."""
     mark, end = "", 0
     for match in _MARK.finditer(marked):
         yield mark, marked[end : match.start()]

@@ -1,9 +1,10 @@
-"""Determines which characters of a rendered conversation bear loss: the assistant's text, up to the end of its turn.
+"""Determines which characters of a rendered conversation are trained: the assistant's text, up to the end of its turn.
 
-A template with `{% generation %}` marks them itself. Otherwise, the conversation is rendered before the turn, with the
-beginning of the assistant's turn (which is what generation sees), and after the turn; their difference is the turn. The
-complete text must begin with both. If it does not, the turn is not trained, because training would show the model
-another text than generation. Templates that drop earlier reasoning cause this for all turns but the last.
+A template with `{% generation %}` marks these characters itself. Otherwise, each turn is located by two renderings. The
+first is what generation sees: it ends where the assistant's text begins. The second ends after the turn. The turn is
+the text that the second rendering adds to the first. The rendering of the complete conversation must begin with both.
+If it does not, the turn is not trained, because the model would see another text in training than in generation. This
+happens to all turns but the last if a template drops earlier reasoning.
 """
 
 import re
@@ -15,7 +16,7 @@ from trainer.config.errors import shortened
 from trainer.config.words import visible
 from trainer.data.rendered import Range, Rendered
 
-_BEFORE, _AFTER = 20, 50  # characters around the first difference, in a message
+_BEFORE, _AFTER = 20, 50  # characters that a message shows before and after the first difference
 
 
 class Turns(NamedTuple):
@@ -23,7 +24,7 @@ class Turns(NamedTuple):
 
     Attributes:
       learnt: the trained ranges, in order.
-      differing: for each turn that generation would see differently, the difference.
+      differing: for each turn whose text would differ in generation, a description of the difference.
       unended: the number of trained ranges that do not end with a token that can end a turn.
     """
 
@@ -36,7 +37,8 @@ class Turns(NamedTuple):
 def turns(
     template: Template, messages: Sequence[dict[str, Any]], tools: Any, markers: re.Pattern[str], first: int = 0
 ) -> Turns:
-    """Returns the trained part of a conversation from message `first` on. `markers` matches tokens that can end a turn.
+    """Renders a conversation, and determines its trained ranges from message `first` on. `markers` matches tokens that
+    can end a turn.
 
     Raises:
       TemplateFailed: the template cannot render the conversation.
@@ -65,7 +67,7 @@ def turns(
 def _turn(
     template: Template, messages: Sequence[dict[str, Any]], tools: Any, i: int, whole: str, markers: re.Pattern[str]
 ) -> Range | str:
-    """Returns the range of message `i`'s turn, without white space after its last token; or why it has none."""
+    """Returns the range of message `i`'s turn, without white space after its last token; or why it is not trained."""
     try:
         before = template.render(messages[:i], tools, prompt=True).text
         upto = whole if i + 1 == len(messages) else template.render(messages[: i + 1], tools).text
@@ -76,7 +78,7 @@ def _turn(
     ends = [match.end() for match in markers.finditer(upto, len(before))][-1:]
     end = next((end for end in ends if not upto[end:].strip()), len(upto))
     if not whole.startswith(upto[:end]):
-        # Phi 3's template ends each text with an additional token, which a longer conversation does not contain.
+        # Phi 3's template appends a token to the complete text. It is absent after the same turn in a longer text.
         closed = [match.end() for match in markers.finditer(upto, len(before), _shared(upto, whole))][-1:]
         if not closed or markers.sub("", upto[closed[0] :]).strip():
             return f"generation sees {_difference(upto[:end], whole)}"
@@ -85,7 +87,7 @@ def _turn(
 
 
 def _shared(one: str, other: str) -> int:
-    """Returns the number of equal characters at the beginning of both texts."""
+    """Returns the length of the common prefix of two texts."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
@@ -94,4 +96,4 @@ def _difference(generated: str, trained: str) -> str:
     """Returns a description for users of the first difference between two texts."""
     at = _shared(generated, trained)
     here = slice(max(0, at - _BEFORE), at + _AFTER)
-    return " and training ".join(shortened(repr(visible(text[here]))) for text in (generated, trained))
+    return ", but training sees ".join(shortened(repr(visible(text[here]))) for text in (generated, trained))

@@ -1,4 +1,4 @@
-"""Checkpoints without the base model of adapters: which leaves are omitted, and how the base is recognized."""
+"""Omits the base model from checkpoints of adapters, restores it, and verifies it by hashes."""
 
 import dataclasses
 import functools
@@ -20,24 +20,24 @@ from trainer.runtime import storage
 T = TypeVar("T")
 
 _TRAINED, _SAME = "its adapters were trained on a base", "the unchanged base"
-_FLOATS = ("float32", "bfloat16")  # dtypes of parameters, the finer one first
+_FLOATS = ("float32", "bfloat16")  # dtypes of parameters, the more precise one first
 
 
 def without_base(tree: T, names: Collection[Path]) -> T:
-    """Returns a canonical train state with None for the parameters `names` and all state that belongs to them."""
+    """Returns a canonical train state in which the parameters `names` and all of their state are None."""
     if not names:
         return tree
     return jax.tree_util.tree_map_with_path(lambda path, leaf: None if _owner(path_of(path), names) else leaf, tree)
 
 
 def with_base(saved: Any, abstract: T, base: Mapping[Path, jax.Array]) -> T:
-    """Inverts `without_base`.
+    """Returns the complete train state: the result of `without_base` with the omitted leaves inserted.
 
     Args:
       saved: the result of `without_base`.
       abstract: the complete state: a ShapeDtypeStruct with a sharding at each leaf.
-      base: the parameters by path. Islands get copies of them. For parameters that never change, the outer optimizer's
-        state is zero.
+      base: the omitted parameters by path. Each of DiLoCo's islands gets a copy. The outer optimizer's state for them
+        is zero, because they never change.
     """
 
     found = by_path(saved)
@@ -63,7 +63,7 @@ def _owner(path: Path, names: Collection[Path]) -> Path | None:
 
 
 def base_of(path: str, base: Mapping[Path, jax.Array]) -> Base:
-    """Returns the description of a base for its checkpoint. The base's parameters were loaded from `path`."""
+    """Returns the description of a base for a checkpoint. `path`: the source of its parameters; "": initial values."""
     return Base(place_of(path) if path else "", digests(base))
 
 
@@ -75,8 +75,9 @@ def place_of(path: str) -> str:
 
 
 def digests(base: Mapping[Path, jax.Array]) -> dict[str, dict[str, str]]:
-    """Returns hashes of parameters by name: of their values, under "float32", and of their values rounded to bfloat16,
-    under "bfloat16". If any is stored in bfloat16, "float32" is omitted. Equal values have equal hashes on every mesh.
+    """Returns hashes of parameters by dtype and name: of the exact values for "float32", and of the values rounded to
+    bfloat16 for "bfloat16". If any parameter is bfloat16, "float32" is omitted. Equal values have equal hashes on every
+    mesh.
     """
     kinds = _FLOATS[any(leaf.dtype == _FLOATS[1] for leaf in base.values()) :]
     names, leaves = ["/".join(path) for path in base], [*base.values()]
@@ -88,12 +89,12 @@ def digests(base: Mapping[Path, jax.Array]) -> dict[str, dict[str, str]]:
 
 
 def _on_device(leaf: jax.Array) -> Any:
-    """Returns the sharding of `leaf`, in device memory."""
+    """Returns the sharding of `leaf`, with device memory instead of host memory."""
     return resharded(leaf.sharding, leaf.ndim, lambda axes: axes)
 
 
 def _sums(leaves: Sequence[Any], kinds: tuple[str, ...], start: int = 0) -> list[list[np.ndarray]]:
-    """Returns `_words` of arrays, which may be in host memory, for each of the dtypes `kinds`."""
+    """Returns `_words` of each array, for each dtype in `kinds`. The arrays may be in host memory."""
     placed = [jax.device_put(leaf, _on_device(leaf)) if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
     return jax.device_get(_all_words(placed, kinds, np.uint32(start % (1 << 32))))
 
@@ -105,12 +106,12 @@ def _all_words(leaves: Sequence[jax.Array], kinds: tuple[str, ...], start: np.ui
 
 
 def _words(leaf: jax.Array, floats: jnp.dtype, start: np.uint32) -> jax.Array:
-    """Returns two sums over the bits of all entries of `leaf`, uint32 [2], with different weights by position. Integer
-    sums do not depend on the summation order. `start`: the first position, if `leaf` is a part of an array."""
+    """Returns two sums of the bits of all entries of `leaf`, weighted by position, uint32 [2]. Integer sums do not
+    depend on the summation order. `start`: the position of the first entry, if `leaf` is a part of an array."""
     if leaf.dtype in map(jnp.dtype, _FLOATS):
         leaf = leaf.astype(floats)
     elif jnp.issubdtype(leaf.dtype, jnp.integer):
-        leaf = leaf.astype(jnp.int8)  # also for 4 bits
+        leaf = leaf.astype(jnp.int8)  # int4, too, becomes int8
     bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")).astype(jnp.uint32)
     place = jnp.zeros(leaf.shape, jnp.uint32)
     for axis, size in enumerate(leaf.shape):
@@ -125,7 +126,7 @@ def check_base(
     found: Mapping[Path, jax.Array], base: Base, where: Any, what: str = _TRAINED, instead: str = _SAME
 ) -> None:
     """Compares loaded parameters with the base of the checkpoint `where`, if the base has digests. Ignores parameters
-    that only one side has. `what`, `instead`: words for the base in a message.
+    that only one side has. `what`, `instead`: phrases for the error message.
 
     Raises:
       UserError: parameters differ; the message names the first such parameter.
@@ -148,8 +149,8 @@ def _other_values(where: Any, base: Base, changed: str, what: str = _TRAINED, in
 
 
 def checked(name: str, leaf: Leaf, base: Base, where: Any) -> Leaf:
-    """Returns `leaf`, the parameter `name` of the base of the checkpoint `where`. When its last part is read, raises
-    UserError if the values differ from the original base's; see `check_base`."""
+    """Returns `leaf`, the parameter `name` of the base of the checkpoint `where`, with a check. Reading its last part
+    raises UserError if the values differ from the original base's; see `check_base`."""
     kinds = {kind: base.digests[kind][name] for kind in _FLOATS if name in base.digests.get(kind, ())}
     if not kinds:
         return leaf

@@ -30,7 +30,8 @@ def check_dtypes(tree: Any) -> None:
 def check_structure(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
     """Compares the leaves of the checkpoint at `path` with the leaves of the run's state, part by part.
 
-    Returns the names of leaves that are bfloat16 in the checkpoint and float32 in the run's state: this loses nothing.
+    Returns the names of leaves that are bfloat16 in the checkpoint and float32 in the run's state. They are accepted,
+    because the conversion is exact.
 
     Raises:
       UserError: leaves differ; names the first one, its shape and dtype on both sides, and the number of differences.
@@ -54,13 +55,20 @@ def check_structure(path: Path, found: Mapping[str, Any], wanted: Mapping[str, A
 def _leaves(parts: Mapping[str, Any]) -> dict[str, str]:
     return {
         f"{part}/{name}".rstrip("/"): _described(leaf)
-        for part, tree in parts.items()  # in the order in which people read them
-        for name, leaf in by_name(tree).items()
-        if hasattr(leaf, "shape")
+        for part, tree in parts.items()  # in the order of the state's fields: parameters first
+        for name, leaf in by_name(tree, is_leaf=_is_empty).items()
+        if hasattr(leaf, "shape") or _is_empty(leaf)
     }
 
 
+def _is_empty(node: Any) -> bool:
+    """Returns whether a node has no children, such as optax's EmptyState. Orbax saves empty nodes, and requires them."""
+    return node is None or (isinstance(node, tuple | list | Mapping) and not node)
+
+
 def _described(leaf: Any) -> str:
+    if _is_empty(leaf):
+        return "empty"
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.eval_shape(jax.random.key_data, leaf)  # as stored on disk
     return f"{leaf.dtype}{list(leaf.shape)}"

@@ -14,14 +14,14 @@ from trainer.runtime.agreement import lost_process
 from trainer.runtime.storage import is_remote, remedy, remove_tree
 
 EXPIRED = ".expired"  # suffix of a folder that may be removed at any time
-_ORBAX = "/orbax/"  # part of the paths of Orbax's source files; other libraries use its logger, too
+_ORBAX = "/orbax/"  # part of the paths of Orbax's source files
 _BLOCK = 4096  # bytes; a full disk still accepts empty files
 
 
 @contextlib.contextmanager
 def disk_errors(directory: Any, before: int | None = None) -> Iterator[None]:
-    """Turns errors of a full or unwritable disk into a UserError. TensorStore raises such errors as ValueError with the
-    system's error code. Errors from losing another process pass through.
+    """Converts errors of a full or unwritable disk to UserError. TensorStore raises such errors as ValueError with the
+    system's error code. Errors caused by the loss of another process are not converted.
 
     `before`: the folder's `identity` when the run began. If it has changed, all errors are attributed to this change.
     """
@@ -46,16 +46,16 @@ def identity(directory: Any) -> int | None:
 
 
 def moved(directory: Any) -> UserError:
-    """Returns the error for a folder of checkpoints that is no longer where the run began to write them."""
+    """Returns the error for a folder of checkpoints that was moved or replaced during the run."""
     return UserError(
-        f"{directory} was renamed, removed or replaced while the run wrote checkpoints there: give the run's folder "
-        "its name back, without what has appeared under that name since, and run the same command again"
+        f"{directory} was renamed, removed or replaced while the run wrote checkpoints there: remove any new folder "
+        "that has the name of the run's folder, give the run's folder its name back, and run the same command again"
     )
 
 
 @contextlib.contextmanager
 def read_errors(directory: Any) -> Iterator[None]:
-    """Turns errors of an unreadable folder of checkpoints into a UserError."""
+    """Converts errors of an unreadable folder of checkpoints to UserError."""
     try:
         yield
     except OSError as error:
@@ -112,7 +112,7 @@ def _reason(error: Exception) -> str:
 
 
 class _Log(logging.Filter):
-    """Drops Orbax's log messages below CRITICAL. Keeps the first error of the disk or of Orbax."""
+    """Drops Orbax's log messages below CRITICAL. Keeps the first logged exception of the disk or of Orbax."""
 
     error: Exception | None = None
 
@@ -131,7 +131,7 @@ _LOG = _Log()
 def silence_orbax() -> None:
     """Prevents Orbax from also printing tracebacks of exceptions that it raises."""
     logger = logging.getLogger("absl")
-    logger.addFilter(_LOG)  # has no effect a second time
+    logger.addFilter(_LOG)  # adding it again has no effect
     logger.setLevel(logging.ERROR)
     _ignore_closed_loops()
 
@@ -142,10 +142,10 @@ def forget_failures() -> None:
 
 
 def logged_failure() -> Exception | None:
-    """Returns an error of the current save that a thread of Orbax logged; None without one.
+    """Returns the first error that a thread of Orbax logged during the current save, or None.
 
-    With several processes, the save raises the error only much later: other threads first wait, for up to 20 minutes,
-    for processes that themselves wait for the failed thread.
+    With several processes, the save itself raises this error only after up to 20 minutes: its other threads wait for
+    other processes, which wait for the failed thread.
     """
     return _LOG.error
 
@@ -154,8 +154,8 @@ def logged_failure() -> Exception | None:
 def _ignore_closed_loops() -> None:
     """Silences errors in TensorStore's threads after a failed save.
 
-    When one part of a save fails, Orbax closes the event loop of the other parts. These then fail in TensorStore's
-    threads, where the error cannot be caught.
+    When one part of a save fails, Orbax closes the event loop of the other parts. The other parts then fail in
+    TensorStore's threads, where their errors cannot be caught.
     """
     before = sys.unraisablehook
 

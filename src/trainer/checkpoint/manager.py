@@ -5,9 +5,9 @@ checkpoints/N contains the train state after N updates in canonical form, indepe
 - run/: the sidecar metadata (see `Sidecar`) and the metrics for retention;
 - sums.json: checksums.
 
-A save is committed by renaming its temporary folder to N, and a deletion begins by renaming N. So a folder named N was
-once complete. Buckets have no rename. There the file commit_success.txt marks a complete checkpoint: it is written last
-and deleted first.
+A save is committed by renaming its temporary folder to N, and a deletion begins by renaming N. So every folder
+named N was committed. Buckets have no rename: there, the file commit_success.txt marks a committed checkpoint. It is
+written last and deleted first.
 """
 
 import concurrent.futures
@@ -52,7 +52,7 @@ _PATIENCE = 1200  # seconds to wait for another process's part of a save, as in 
 
 
 class CheckpointManager:
-    """Saves and lists the checkpoints of a run. As a context manager, it waits for the last save at its exit."""
+    """Saves and lists the checkpoints of a run. As a context manager, it waits for the last save on exit."""
 
     def __init__(
         self, run_dir: Any, config: Config, say: Callable[[str], None], check: Callable[[], None] = lambda: None
@@ -60,7 +60,7 @@ class CheckpointManager:
         """Opens run_dir/checkpoints and removes uncommitted saves. Reports each removal to `say`.
 
         Args:
-          run_dir: on this machine or in a bucket.
+          run_dir: the run's folder, on this machine or in a bucket.
           check: called in the first process just before a save is committed. If it raises, the save fails with this
             error and is not committed.
         """
@@ -78,16 +78,16 @@ class CheckpointManager:
         self._say, self._check = say, check
         self._saving: Any = None  # the folder of the latest save
         self._thread = ThreadPoolExecutor(1, "checkpoints")
-        self._ending: Future[None] | None = None  # the end of the latest save
-        self._lost = False  # whether a save failed in this process, so that its threads wait for the other processes
+        self._ending: Future[None] | None = None  # done when the latest save has ended
+        self._lost = False  # whether to stop waiting, because a save failed or was interrupted here
 
     @property
     def latest(self) -> int | None:
-        """The number of updates in the newest checkpoint, which may still be being saved."""
+        """The number of updates in the newest checkpoint. Its save may still be in progress."""
         return max(self._losses, default=None)
 
     def path(self, updates: int) -> Any:
-        """Returns the folder of the checkpoint of `updates`."""
+        """Returns the folder of the checkpoint after `updates` updates."""
         return self.directory / str(updates)
 
     def evaluated(self, updates: int, metrics: Mapping[str, Any]) -> None:
@@ -97,7 +97,7 @@ class CheckpointManager:
             self._losses[updates] = found
 
     def save(self, updates: int, tree: Any, sidecar: Sidecar, metrics: Mapping[str, float]) -> None:
-        """Starts to save `tree`, a canonical train state. When this returns, it is copied: a step may donate it.
+        """Starts to save `tree`, a canonical train state. Copies it before returning, so that a step may donate it.
 
         Raises:
           UserError: this checkpoint or the previous one could not be written. Committed checkpoints are intact.
@@ -125,7 +125,7 @@ class CheckpointManager:
                 self._watch(ending)
                 ending.result()
             finally:
-                if ending.done():  # otherwise this is Ctrl-C, and `close` waits again
+                if ending.done():  # otherwise Ctrl-C interrupted the wait, and `close` waits again
                     self._ending = None
 
     def close(self) -> None:
@@ -153,7 +153,7 @@ class CheckpointManager:
         self.close()
 
     def _watch(self, ending: Future[None]) -> None:
-        """With several processes, returns at the end of a save, or raises this process's failure."""
+        """With several processes, waits for the end of a save, but raises an error of this process without waiting."""
         while jax.process_count() > 1 and concurrent.futures.wait([ending], _POLL).not_done:
             if error := logged_failure():
                 self._lost = True
@@ -188,7 +188,7 @@ class CheckpointManager:
                 remove_tree(path.rename(path.with_suffix(EXPIRED)))
 
     def _found(self, say: Callable[[str], None]) -> list[tuple[str, float | None]]:
-        """Returns the existing checkpoints, after removing remnants of others."""
+        """Returns the names and standings of committed checkpoints. Removes remnants of other saves."""
         with read_errors(self.directory):
             found = committed(self.directory)
             for path in reversed(found):
@@ -206,7 +206,7 @@ class CheckpointManager:
             say(f"{path} was never committed: removed")
 
     def _loss(self, path: Any) -> float | None:
-        """Returns the `standing` of a checkpoint, if it is known and retention needs it."""
+        """Returns the `standing` of a checkpoint if it is known and retention needs it, else None."""
         if not self._config.keep_best_checkpoints:
             return None
         try:
@@ -216,7 +216,7 @@ class CheckpointManager:
 
 
 class SavedCheckpoints:
-    """The checkpoints in a run's folder, for starting from them. This class writes and removes nothing."""
+    """Read-only access to the checkpoints in a run's folder, to start another run from them."""
 
     def __init__(self, run_dir: Any):
         self._directory = run_dir / CHECKPOINTS
@@ -224,12 +224,12 @@ class SavedCheckpoints:
         self.latest: int | None = max(map(int, found), default=None)
 
     def path(self, updates: int) -> Any:
-        """Returns the folder of the checkpoint of `updates`."""
+        """Returns the folder of the checkpoint after `updates` updates."""
         return self._directory / str(updates)
 
 
 def inspect(path: Any) -> Sidecar:
-    """Reads the sidecar metadata of the checkpoint at `path`, a folder checkpoints/N.
+    """Verifies the checkpoint at `path`, a folder checkpoints/N, and returns its sidecar metadata.
 
     Raises:
       UserError: a file of the checkpoint is damaged (the message names the first one), or MaxText wrote the checkpoint.
@@ -259,18 +259,18 @@ def restore(path: Any, abstract: T, say: Callable[[str], Any] = lambda line: Non
         loaded = ocp.load_checkpointables(absolute(path), {STATE: wanted})[STATE]
     if wider:
         more = f" and {len(wider) - 1} more" if len(wider) > 1 else ""
-        say(f"{path}: {wider[0]}{more}: saved in bfloat16, and float32 in this run: their values stay the same")
+        say(f"{path}: {wider[0]}{more}: saved in bfloat16 and converted to float32, which changes no value")
     return _with_fields(abstract, loaded)
 
 
 def _fields(tree: Any) -> dict[str, Any]:
-    """Returns the fields that are not None, of a canonical state or of the islands' state in it."""
+    """Returns the fields of a train state that are not None. The state of DiLoCo's islands becomes a dict, too."""
     fields = {name: part for name, part in tree._asdict().items() if part is not None}
     return {name: _fields(part) if isinstance(part, TrainTree) else part for name, part in fields.items()}
 
 
 def _found_fields(found: Mapping[str, Any], tree: Any) -> dict[str, Any]:
-    """Returns the `_fields` of `tree` in the metadata of a checkpoint, with None for a missing field."""
+    """Returns the metadata in `found` of the `_fields` of `tree`; None for a field that the checkpoint lacks."""
     fields = {name: part for name, part in tree._asdict().items() if part is not None}
     return {
         name: _found_fields(found.get(name) or {}, part) if isinstance(part, TrainTree) else found.get(name)
@@ -279,7 +279,7 @@ def _found_fields(found: Mapping[str, Any], tree: Any) -> dict[str, Any]:
 
 
 def _with_fields(tree: T, loaded: Mapping[str, Any]) -> T:
-    """Returns `tree` with the `_fields` that were loaded."""
+    """Returns `tree` with its `_fields` replaced by the loaded ones."""
     before = {name: getattr(tree, name) for name in loaded}
     parts = {
         name: _with_fields(part, loaded[name]) if isinstance(part, TrainTree) else loaded[name]
@@ -326,7 +326,7 @@ def refuse_maxtexts(path: Any) -> None:
 
 
 def _uncommitted(folder: Any) -> list[Any]:
-    """Returns saves in progress or interrupted, and in a bucket also the remains of deleted checkpoints."""
+    """Returns folders of unfinished saves and, in a bucket, also remnants of deleted checkpoints."""
     if not is_remote(folder):
         return [path for path in entries(folder) if _UNCOMMITTED in path.name]
     return [path for path in entries(folder) if path.name.isdecimal() and not _complete(path)]

@@ -8,7 +8,7 @@ from trainer.config.keys import Config
 
 
 def standing(metrics: Mapping[str, Any], config: Config) -> float | None:
-    """Returns keep_best_metric, negated if larger is better, so that lower is better. None if absent or not finite."""
+    """Returns the value of keep_best_metric, negated for max, so that lower is better; None if absent or not finite."""
     direction, _, name = config.keep_best_metric.partition(":")
     value = metrics.get(name)
     if not isinstance(value, int | float) or not math.isfinite(value):
@@ -20,7 +20,7 @@ def expired(losses: Mapping[int, float | None], config: Config) -> list[int]:
     """Returns the checkpoints that the configuration does not keep, the oldest first.
 
     Args:
-      losses: by number of updates, the `standing` of each checkpoint's parameters; None if it was not evaluated.
+      losses: the `standing` of each checkpoint, by its number of updates; None if it was not evaluated.
       config: keeps the newest `max_num_checkpoints_to_keep` (None: all), checkpoints at multiples of
         `checkpoint_keep_period`, and the `keep_best_checkpoints` checkpoints with the lowest standing.
     """

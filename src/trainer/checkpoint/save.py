@@ -1,4 +1,4 @@
-"""Decides when to save."""
+"""Decides when to save a checkpoint."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -17,7 +17,7 @@ from trainer.state.stages import in_layers
 def is_due(config: Config, updates: int, *, initial: bool = False) -> bool:
     """Returns whether a checkpoint of the state after `updates` updates is due.
 
-    `initial`: whether the run begins with this state, even if another run produced it.
+    `initial`: whether the run begins with this state, be it newly initialized or loaded.
     """
     if initial:
         return config.save_checkpoint_on_start
@@ -37,13 +37,13 @@ def maybe_save_checkpoint(
     before: Callable[[], Mapping[str, float]] = dict,
     unsaved: Collection[Path] = (),
 ) -> bool:
-    """Saves the native train state if it is due. Only this function decides when to save.
+    """Saves the native train state if a checkpoint is due. All saves of a run go through this function.
 
     Args:
-      manager: saves the checkpoint; None saves nothing.
+      manager: saves the checkpoint. With None, nothing is saved.
       state: native; its arrays may be donated after the call.
       updates: the number of updates in `state`, if the caller counts them. With None, each call reads the state's step,
-        which waits for the device. A save always compares the number with the step.
+        which waits for the device. Before a save, the number is always compared with the step.
       sidecar: returns the metadata to save with the state.
       initial: see `is_due`.
       force: saves even if no checkpoint is due, because the run ends.

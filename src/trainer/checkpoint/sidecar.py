@@ -1,4 +1,4 @@
-"""Sidecar metadata of a checkpoint: they describe its arrays and its run. A checkpoint needs no other file."""
+"""The sidecar metadata of a checkpoint, which describe its arrays and its run and make it self-contained."""
 
 import json
 from collections.abc import Awaitable, Mapping
@@ -17,9 +17,9 @@ CONFIG, DATA, METRICS, TOKENIZER = "config.yml", "data.json", "metrics.json", "t
 
 
 class Base(NamedTuple):
-    """Parameters that a run reads but never changes, and does not save."""
+    """Parameters that a run reads but neither changes nor saves."""
 
-    path: str  # their location; "": initial values from init_weights_seed
+    path: str  # the folder that contains them; "": initial values from init_weights_seed
     digests: Mapping[str, Mapping[str, str]]  # hashes of their values (`base.digests`)
 
 
@@ -29,10 +29,10 @@ class Sidecar(NamedTuple):
     config: str  # config.yml: the resolved configuration
     position: Any  # the position in the data after the last batch in the state; JSON
     fingerprint: str  # the fingerprint of the data and the tokenizer to which `position` refers
-    tokenizer: Mapping[str, bytes]  # the files of the tokenizer and of `About`, by their paths in its folder
+    tokenizer: Mapping[str, bytes]  # the files of the tokenizer and of `About`, by path within the tokenizer's folder
     versions: Mapping[str, str] = installed()  # see `runtime.versions`; empty if the checkpoint has none
     base: Base | None = None  # for a run with adapters, whose checkpoints omit the base's parameters
-    reference: Base | None = None  # for a run with a reference model: the reference's values of trained parameters
+    reference: Base | None = None  # for a run with a reference model: its values of the trained parameters
 
 
 class SidecarFiles:
@@ -42,11 +42,11 @@ class SidecarFiles:
         self._sidecar, self._metrics = sidecar, dict(metrics or {})
 
     async def save(self, directory: Any) -> Awaitable[None]:
-        """Part of Orbax's protocol. Orbax awaits the returned write in its background thread."""
+        """Returns the write operation, which Orbax awaits in its background thread."""
         return self._write(directory)
 
     async def load(self, directory: Any) -> Awaitable[None]:
-        """Part of Orbax's protocol. Orbax does not call it: nothing here passes it a `SidecarFiles` to restore."""
+        """Completes Orbax's protocol. Orbax never calls it, because no restore uses a `SidecarFiles`."""
         raise TypeError("read_sidecar reads these files")
 
     async def _write(self, directory: Any) -> None:
@@ -75,7 +75,7 @@ def read_sidecar(folder: Any) -> Sidecar:
         raise damaged(folder, DATA, "has no fingerprint of the data")
     versions = data.get("versions", {})
     if not isinstance(versions, dict) or not all(isinstance(version, str) for version in versions.values()):
-        raise damaged(folder, DATA, "has versions that are not strings by name")
+        raise damaged(folder, DATA, "has versions that are not a mapping of names to strings")
     names = [name for name in files_below(folder / TOKENIZER) if name[0] != "."]
     tokenizer = {name: read_bounded(folder / TOKENIZER / name) for name in names}
     others = (_base(folder, data, name) for name in ("base", "reference"))
@@ -95,9 +95,9 @@ def _base(folder: Any, data: Mapping[str, Any], name: str) -> Base | None:
         return None
     path, digests = (found.get("path"), found.get("digests")) if isinstance(found, dict) else (None, None)
     if not isinstance(path, str) or not isinstance(digests, dict) or "bfloat16" not in digests:
-        raise damaged(folder, DATA, f"does not say what its {name} is")
+        raise damaged(folder, DATA, f"has an invalid description of its {name}")
     if not all(isinstance(of_names, dict) for of_names in digests.values()):
-        raise damaged(folder, DATA, f"has no hashes of its {name} by name")
+        raise damaged(folder, DATA, f"has malformed hashes of its {name}")
     return Base(path, digests)
 
 
@@ -116,7 +116,7 @@ def _process_index() -> int:
 
 
 def saved_config(sidecar: Sidecar, where: Any) -> dict[str, Any]:
-    """Returns the keys of the resolved configuration in the checkpoint `where`.
+    """Returns the resolved configuration of the checkpoint `where`, as keys and values.
 
     Raises:
       UserError: the checkpoint's config.yml is not a configuration.

@@ -1,8 +1,8 @@
 """Checksums of a checkpoint's files: written before the checkpoint is committed, and verified before it is read.
 
 The arrays on disk contain no checksums: without separate ones, a changed byte would silently change a parameter. For
-files in a bucket only sizes are compared, because the store has checksums. Several processes share the work: each
-computes checksums of the files that it wrote, and verifies an equal share of all files.
+files in a bucket only sizes are compared, because the store keeps checksums itself. Several processes share the work:
+each computes checksums of the files that it wrote, and verifies an equal share of all files.
 """
 
 import json
@@ -21,11 +21,11 @@ from trainer.runtime.storage import COMMITTED, absolute, files_below, is_remote,
 T = TypeVar("T")
 
 SUMS = "sums.json"
-_PART = "sums-{}.json"  # one process's checksums, until all are joined
+_PART = "sums-{}.json"  # one process's checksums, until all are merged
 _METADATA = "_CHECKPOINT_METADATA"  # JSON; Orbax adds the commit time to it after the checksums are computed
 _WITHOUT = re.compile(rf"sums(-\d+)?\.json|{_METADATA}|{re.escape(COMMITTED)}")  # files without a checksum
 _WRITER = re.compile(r"(?:^|/)ocdbt\.process_(\d+)/")  # the number of the process that wrote the file's arrays
-# Files that are read. File systems and programs may add other files, such as .nfs0001 and .DS_Store.
+# The files of a checkpoint. File systems and programs may add others, such as .nfs0001 and .DS_Store.
 _READ = re.compile(r"(state|run)/(.*/)?[^./][^/]*")
 _CHUNK = 1 << 22  # bytes
 _THREADS = min(16, os.cpu_count() or 1)
@@ -34,14 +34,14 @@ _THREADS = min(16, os.cpu_count() or 1)
 def write_sums(
     folder: Any, process: int = 0, processes: int = 1, meet: Callable[[str], Any] = lambda place: None
 ) -> None:
-    """Writes the size and CRC-32 of every file in `folder` into `folder`.
+    """Writes the size and CRC-32 of every file in `folder` to sums.json in `folder`.
 
     Args:
       process: this process's index among `processes`. All processes call this, the first one after every file is
-        written. Each computes checksums of the files that it wrote, and the first process joins them.
+        written. Each computes checksums of the files that it wrote, and the first process merges them.
       meet: a barrier that returns when every process has called it with the same name.
     """
-    place = "/".join(absolute(folder).parts[-3:])  # run and checkpoint; mount points may differ between hosts
+    place = "/".join(absolute(folder).parts[-3:])  # without the mount point, which may differ between hosts
     meet(f"{place} is written")
     names = [name for name in _files(folder) if _writer(name) % processes == process]
     sums = dict(_in_threads(lambda name: (name, [size(folder / name), _crc(folder / name)]), names))
@@ -83,11 +83,11 @@ def verify(folder: Any, process: int = 0, processes: int = 1) -> None:
             why = getattr(error, "strerror", None) or error
             raise damaged(folder, name, f"cannot be read ({why})") from error
         if found != length:
-            raise damaged(folder, name, f"has {found} bytes of {length}")
+            raise damaged(folder, name, f"has {found} bytes instead of {length}")
         if other:
             raise damaged(folder, name, "has changed since it was written")
 
-    # Sorted by size, to make the shares about equal.
+    # Sorted by size, so that all processes verify about the same number of bytes.
     names = sorted(sums, key=lambda name: sums[name][0], reverse=True)
     list(_in_threads(compare, names[process::processes]))
 
@@ -99,7 +99,7 @@ def _integer(value: Any) -> int:
 
 
 def read_part(folder: Any, name: str) -> dict[str, Any]:
-    """Returns the JSON object in a file of a checkpoint. Raises UserError if there is none."""
+    """Returns the JSON object in a file of a checkpoint. Raises UserError if the file is missing or invalid."""
     try:
         return read_object(folder / name)
     except UserError as error:

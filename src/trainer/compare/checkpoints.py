@@ -35,7 +35,7 @@ def compare_checkpoints(left: str, right: str, tolerance: Tolerance, say: Callab
     """Compares names, shapes, dtypes and values. Host memory holds at most two leaves.
 
     Args:
-      left, right: a run's folder, which stands for its newest checkpoint; one of its checkpoints/N; or the output of
+      left, right: a run's folder (its newest checkpoint is compared), one of its checkpoints/N, or the output of
         `trainer.export ... format=params`. Runs and checkpoints may be in a bucket. If one side contains only
         parameters, only parameters are compared.
       tolerance: applies to every leaf.
@@ -47,7 +47,7 @@ def compare_checkpoints(left: str, right: str, tolerance: Tolerance, say: Callab
     trees = [_tree(left), _tree(right)]
     readers = [orbax.readers(tree) for tree in trees]
     parts = [{name.partition("/")[0] for name in reader} for reader in readers]
-    # A side with only parameters is valid, and is not reported as a side without optimizer state.
+    # A side may contain only parameters. Its missing optimizer state is not a difference.
     both = parts[0] & parts[1] if {"params"} in parts else parts[0] | parts[1]
     quantities = []
     for part, words in _PARTS.items():
@@ -61,7 +61,7 @@ def compare_checkpoints(left: str, right: str, tolerance: Tolerance, say: Callab
 
 
 def _tree(given: str) -> Any:
-    """Returns the Orbax tree of a folder given by the user; for a checkpoint, the folder itself."""
+    """Returns the folder of the Orbax tree or checkpoint in the folder that the user gives."""
     folder = storage.folder(given)
     check_folder(folder, [CONFIG])
     if (folder / TREE).is_dir() and (folder / CONFIG).is_file():
@@ -69,7 +69,7 @@ def _tree(given: str) -> Any:
         return folder / TREE
     checkpoint = newest(folder)
     if checkpoint is None:
-        state = "no checkpoint is there" if folder.is_dir() else "there is no such folder"
+        state = "it contains no checkpoint" if folder.is_dir() else "there is no such folder"
         raise UserError(
             f"{given}: {state}; give a run's folder, one of its checkpoints/N, or the output of trainer.export "
             "format=params"

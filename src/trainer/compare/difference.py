@@ -17,7 +17,7 @@ class Tolerance(NamedTuple):
     """Tolerances for the comparison of two arrays.
 
     Elements may differ by at most `atol`, or by at most `rtol` times the largest magnitude in both arrays. If both are
-    0, only equal bits are equal. Integers and bools must be equal in any case.
+    0, only bit-identical arrays are equal. Integers and bools must be equal in any case.
     """
 
     rtol: float = 0.0
@@ -35,12 +35,12 @@ class Difference(NamedTuple):
       layer: the layer number; None for an array without layers.
       bits: whether both sides have the same dtype and the same bits.
       equal: whether both sides have the same bits, or are equal within the tolerance.
-      absolute: the largest absolute difference of two elements; infinite if an element is not finite, or if the two
-        cannot be subtracted, for the reason in `note`.
+      absolute: the largest absolute difference of corresponding elements; infinite if a differing element is not
+        finite, or if the arrays cannot be subtracted, for the reason in `note`.
       relative: `absolute` divided by the largest magnitude in both arrays.
-      note: a difference that is not in the values: the dtype, the shape, or that one side lacks the array.
-      summaries: numbers about both sides, if a record has a checksum instead of the array. `absolute` and `relative`
-        are then infinite.
+      note: a difference other than of values: another dtype or shape, or an array that one side lacks.
+      summaries: statistics of both sides, if they differ and the record contains a checksum instead of the array.
+        `absolute` and `relative` are then infinite.
     """
 
     name: str
@@ -69,7 +69,7 @@ def forward_order(entry: Difference) -> tuple[int, int, bool, str, str]:
 def differences(
     left: Mapping[str, Any], right: Mapping[str, Any], tolerance: Tolerance, layers: Layers
 ) -> list[Difference]:
-    """Returns a Difference for each array, or for each of its layers, that either side has.
+    """Returns a Difference for each array of either side, or for each layer of the array.
 
     The order is that of the left side, followed by arrays that only the right side has. Arrays may be on devices: they
     are copied to the host one by one. The left side's arrays may be summaries of a record.
@@ -89,7 +89,7 @@ def differences(
 
 
 def _of_summary(name: str, left: Summary, right: np.ndarray, tolerance: Tolerance) -> Iterator[Difference]:
-    """Compares checksums. If one differs, compares the values that the record contains."""
+    """Compares checksums. If one differs and the record contains the values, compares the values."""
     same = left.shape == right.shape and left.dtype == str(right.dtype)
     mine = list(cut(right, left.layers)) if same else []
     bits = [a.digest == digest(b) for a, b in zip(left.parts, mine, strict=same)]

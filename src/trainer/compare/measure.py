@@ -1,6 +1,6 @@
 """Measurements of a program: parameters, activations, loss, gradients, one update, the compiled step.
 
-Each measurement transfers the common starting state to the devices again, so that only one state is live at a time. A
+Each measurement transfers the common starting state to the devices again, so that they hold only one state at a time. A
 measurement's executables are kept until all sides are done, so that a side with the same program text reuses them.
 """
 
@@ -51,7 +51,7 @@ class Shared:
     """Values that the sides share in one measurement."""
 
     executables: dict[Any, Any] = field(default_factory=dict)  # by the text of their programs
-    midway: Arrays | None = None  # the left side's state, see `update`
+    midway: Arrays | None = None  # made from the left side's state; see `update`
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Program:
 
     @property
     def config(self) -> Any:
-        """Resolved and frozen."""
+        """The resolved and frozen configuration."""
         return self.run.config
 
     def layers(self, name: str) -> range | None:
@@ -89,8 +89,8 @@ class Program:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The common starting state on the host: parameters by the left side's names. `later`: the remaining trained state,
-    by path: step, optimizer, variables without gradients; None at step 0."""
+    """The common starting state, on the host: parameters by the left side's names. `later`: the rest of a trained state
+    (step, optimizer state, variables without gradients) by path; None at step 0."""
 
     params: Arrays
     later: Arrays | None
@@ -109,7 +109,7 @@ class Measured:
 
 
 def take(program: Program, begin: Start) -> Snapshot:
-    """Returns the snapshot of a state that `training.start` made."""
+    """Returns the snapshot of a starting state."""
     tree = program.tree(begin.state)
     params = {program.names.common(name): np.array(leaf) for name, leaf in names_of(tree.params).items()}
     later = tree._replace(params=None)
@@ -159,7 +159,7 @@ def _with_later(program: Program, native: Any, later: Mapping[str, np.ndarray]) 
 
 
 def _compiled(known: Shared, run: Run, fn: Callable[..., Any], *args: Any) -> Callable[..., Any]:
-    """Compiles `fn` for `args` on the mesh of `run`, like the step, or returns an equal program from `known`."""
+    """Returns `fn` compiled like the step, for `args` on the mesh of `run`. Reuses an equal program in `known`."""
     options = compiler_options(run.config, run.mesh.devices.flat[0].platform)
     lowered = jax.jit(run.sharded(fn), compiler_options=options).lower(*args)
     key = (lowered.as_text(), lowered.in_tree, lowered.out_tree, *options)
@@ -205,8 +205,8 @@ def _forward(run: Run, native: Any) -> TrainTree:
 
 
 def _real(name: str, batch: Any) -> jax.Array:
-    """Returns at which tokens the value `name` counts, bool [b, t]. A module of multi-token prediction treats a token
-    as padding if it lacks some of the modules' target tokens."""
+    """Returns whether the activation `name` is compared at each token, bool [b, t]: everywhere but at padding. In
+    modules of multi-token prediction, a token without all modules' target tokens counts as padding."""
     segments = batch["inputs_segmentation"]
     if name.startswith(f"{MTP}/") and (ahead := ahead_of(batch)) is not None:
         segments = ahead.segments[..., -1]
@@ -214,7 +214,7 @@ def _real(name: str, batch: Any) -> jax.Array:
 
 
 def _of_tokens(config: Config, x: jax.Array, real_bt: jax.Array, lead: int) -> jax.Array:
-    """Returns `x` [lead axes, b, t, ...] without padding, tokens in true order. Other shapes are unchanged."""
+    """Returns `x` [lead axes, b, t, ...] with padding set to 0 and tokens in true order; other shapes unchanged."""
     axes = real_bt.shape
     if x.shape[lead : lead + 2] != axes:
         return x
@@ -238,10 +238,11 @@ def gradients(program: Program, snapshot: Snapshot, batch: Batch, known: Shared)
 
 
 def update(program: Program, snapshot: Snapshot, batch: Batch, known: Shared) -> Measured:
-    """Measures the training step, compiled as for training: parameters and optimizer after one update, and its cost.
+    """Measures the training step, compiled as for training: parameters and optimizer after one update, and the step's
+    cost.
 
-    At step 0, also measures an update of the same parameters with the optimizer state of a later step (`midway`), which
-    is drawn for the left side. A side whose optimizer state has another structure has no such arrays.
+    At step 0, also measures an update of the same parameters with a simulated optimizer state of a later step, which is
+    drawn once, for the left side (see `midway`). Skips this for a side whose optimizer state has another structure.
     """
     run = program.run
     text = _text(program)
@@ -266,7 +267,7 @@ def update(program: Program, snapshot: Snapshot, batch: Batch, known: Shared) ->
 
 
 def _text(program: Program) -> str:
-    """Returns the update over the canonical train state as StableHLO: the leaf order of native states has no effect."""
+    """Returns the update of the canonical train state as StableHLO, which does not depend on native leaf order."""
     run, tree = program.run, program.abstract
     stored = jax.tree.map(lambda leaf: leaf.sharding, tree)
     jitted = jax.jit(run.computation.update, out_shardings=(stored, run.computation.metric_shardings), donate_argnums=0)
@@ -274,7 +275,7 @@ def _text(program: Program) -> str:
 
 
 def _cost(compiled: Any) -> dict[str, Any]:
-    """Returns FLOPs, and bytes on each device if the compiler reports them."""
+    """Returns FLOPs, and the bytes of memory per device if the compiler reports them."""
     facts = {FLOPS: analyze(compiled.as_text()).flops}
     if (memory := compiled.memory_analysis()) is not None:
         facts[ARGUMENTS] = float(memory.argument_size_in_bytes)

@@ -1,4 +1,4 @@
-"""Compares programs of several configurations with the first one, or with its record, from equal state and batch."""
+"""Compares the programs of several configurations with the first program, or its record, on equal state and batch."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -81,8 +81,8 @@ def compare_programs(
       devices: all devices. A side whose mesh sizes are all given uses as many as the mesh needs; other sides use all.
       tolerance: applies to every array of every quantity.
       say: receives progress messages.
-      record: the earlier results of the left side. The left side is then not built.
-      build: makes the run of a side from its configuration and its devices.
+      record: recorded results of the left side, which is then not built.
+      build: builds the run of a side from its configuration and devices.
 
     Raises:
       UserError: a side does not fit the devices, or cannot use the left side's batch; or the record is damaged.
@@ -138,7 +138,7 @@ def _batch_of(step: Step, left: Reference, activation_rows: int) -> Batch:
 
 
 def _idle(sides: Sequence[Side]) -> list[str]:
-    """Returns the keys without effect here that are given on the command line, or that differ between sides.
+    """Returns keys that are given on the command line or differ between sides, but do not affect a comparison.
 
     A yml may contain such keys, because it may be the yml of a training run.
     """
@@ -162,7 +162,8 @@ def _check_common(sides: Sequence[Side], rows: int, built: Sequence[Program]) ->
         if other:
             mistakes.append(
                 f"{', '.join(key for key in (*data, *_COMMON) if key in other)}: different in {left.name} and "
-                f"{right.name}, but both get the same parameters and batch; give them without left. and right."
+                f"{right.name}, but both get the same parameters and batch; give "
+                "these keys without the prefixes left. and right."
             )
         elif rows != right.run.rows:
             fitting = right.config.per_device_batch_size * rows / right.run.rows
@@ -175,12 +176,12 @@ def _check_common(sides: Sequence[Side], rows: int, built: Sequence[Program]) ->
 
 
 def _activation_rows(left: Reference, built: Sequence[Program]) -> int:
-    """Returns the fewest rows that are a multiple of every side's microbatch; for a record, its own number."""
+    """Returns the smallest multiple of all sides' microbatches. For a record, this must be the recorded number."""
     needed = math.lcm(left.microbatch, *map(microbatch_rows, built))
     if left.recorded and needed != left.microbatch:
         raise UserError(
-            f"{left.name} has the activations of {left.microbatch} rows, and a microbatch of another side has other "
-            "rows; record the side with gradient_accumulation_steps=1, and compare the others with it"
+            f"{left.name} contains the activations of {left.microbatch} rows, but another side's microbatch needs "
+            "more; record the left side with gradient_accumulation_steps=1, and compare the others with this record"
         )
     return needed
 
@@ -194,7 +195,7 @@ def _check_batch(left: Reference, right: Program) -> None:
             ", ".join(f"{name} {dtype}{list(shape)}" for name, (shape, dtype) in sorted(it.items()))
             for it in (got, wanted)
         ]
-        raise UserError(f"the batch of {left.name} is {texts[0]}; {right.name} takes {texts[1]}")
+        raise UserError(f"the batch of {left.name} is {texts[0]}; {right.name} needs {texts[1]}")
     for name in ("inputs", "targets"):
         if left.batch[name].min() < 0 or left.batch[name].max() >= right.config.vocab_size:
             raise UserError(f"the batch of {left.name} has tokens outside of vocab_size={right.config.vocab_size}")

@@ -38,7 +38,7 @@ from trainer.weights.huggingface.safetensors_file import NAMES, Tensors, file_me
 
 ENDING = ".safetensors"
 _FORMAT = 1
-# The tensors' names: one of these, and the canonical name.
+# A tensor's name is one of these prefixes and the canonical name.
 _BATCH, _PARAMS, _LATER, _MIDWAY, _ARRAYS = "batch/", "start parameters/", "start state/", "midway state/", "measured/"
 _TEXT = "program text"
 
@@ -57,7 +57,7 @@ class Writer:
           UserError: the file exists, or its folder does not exist.
         """
         if path.exists():
-            raise UserError(f"record={path}: this file exists; remove it, or give another name")
+            raise UserError(f"record={path}: this file exists already; remove it, or give another name")
         if not path.absolute().parent.is_dir():
             raise UserError(f"record={path}: there is no folder {path.absolute().parent}")
         self._path, self._idle, self._arrays = path, idle, arrays
@@ -69,7 +69,7 @@ class Writer:
     def begin(self, left: Reference, side: Side) -> None:
         """Adds the inputs of the comparison."""
         config = side.loaded.config
-        # On another platform, `auto` may be another dtype.
+        # The resolved dtype, because dtype=auto depends on the platform.
         values = {name: config[name] for name in schema().keys if name not in self._idle} | {"dtype": left.config.dtype}
         self._about |= {
             "date": datetime.date.today().isoformat(),
@@ -108,7 +108,7 @@ class Writer:
             data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             with self._disk():
                 self._spool.write(data.data)
-            # The format does not support every dtype.
+            # Bytes represent an array whose dtype safetensors does not support.
             shape, dtype = (array.shape, array.dtype) if array.dtype in NAMES else (data.shape, data.dtype)
             self._tensors[prefix + name] = shape, dtype
             self._about["tensors"][prefix + name] = digest(array), str(array.dtype), array.shape
@@ -145,7 +145,7 @@ class Writer:
 
 
 class Record:
-    """A record that was read. Tensors are read when they are needed; this also compares their checksums."""
+    """An opened record. A tensor is read, and its checksum verified, when it is needed."""
 
     def __init__(self, path: Path):
         """Raises UserError if the file is missing, not a record, or damaged."""
@@ -177,12 +177,12 @@ class Record:
 
     @property
     def rows(self) -> int:
-        """The rows of the batch."""
+        """The number of rows of the batch."""
         return self._checked(lambda: int(self._about["rows"]))
 
     @property
     def has_arrays(self) -> bool:
-        """Whether it was written with `arrays=true`."""
+        """Whether the record was written with `arrays=true`."""
         return any(name.startswith(_ARRAYS) for name in self._tensors)
 
     def side(self) -> Side:
@@ -191,7 +191,7 @@ class Record:
 
     @property
     def head(self) -> list[tuple[str, str]]:
-        """Returns what was recorded and where, and this machine if it differs."""
+        """Labels and texts that describe what was recorded and where, and this machine if it differs."""
         about, here = self._about, machine()
         there = self._checked(lambda: {str(name): str(value) for name, value in about["machine"].items()})
         rows = [("recorded", f"{about.get('date')}, {combination(self._config)}, {_machine(there)}")]
@@ -264,7 +264,7 @@ class Record:
         return array
 
     def _checked(self, read: Callable[[], Any]) -> Any:
-        """Calls `read`. An error caused by missing or wrong entries of a description becomes a UserError."""
+        """Calls `read`. Converts errors from missing or wrong entries of the record's JSON to UserError."""
         try:
             return read()
         except UserError:  # UserError is a ValueError
@@ -277,7 +277,7 @@ class Record:
 
 
 def _given(loaded: Loaded) -> set[str]:
-    """Returns the keys that the recorded command or its yml gives, directly or as MaxText's defaults."""
+    """Returns the keys that the recorded command or its yml sets, directly or through MaxText's defaults."""
     config = loaded.config
     plain = load(["base.yml", f"model_name={config.model_name}"], imports=False).config
     return {name for name in schema().keys if name in loaded.changed or config[name] != plain[name]}

@@ -63,7 +63,7 @@ class Reference:
 
 
 def build_side(side: Side, devices: Sequence[jax.Device], build: Build) -> Program:
-    """Returns the program of a side. Raises UserError if it does not fit the devices, or its block has wrong names."""
+    """Returns the program of a side. Raises UserError if it does not fit the devices, or PARAMETER_NAMES are wrong."""
     config = side.loaded.config
     try:
         used = side_devices(config, devices)
@@ -80,12 +80,12 @@ def build_side(side: Side, devices: Sequence[jax.Device], build: Build) -> Progr
     except UserError as error:
         hint = ""
         if devices[0].platform == "cpu" and len(devices) == 1:
-            hint = "\n  XLA_FLAGS=--xla_force_host_platform_device_count=8 makes 8 devices of this machine's CPU"
+            hint = "\n  XLA_FLAGS=--xla_force_host_platform_device_count=8 simulates 8 devices on this machine's CPU"
         raise UserError(f"{side.name}: {error}{hint}") from None
 
 
 def reference(side: Side, program: Program, say: Say) -> Reference:
-    """Returns the reference for a side that is built here. Its state and batch are those with which training begins."""
+    """Returns the reference for a side that is built here, with the state and batch with which training begins."""
     run = program.run
     dataset = open_dataset(Config({**run.config, "eval_interval": -1}), say)
     given = {key for key, where in side.loaded.changed.items() if by_hand(where)}
@@ -132,7 +132,7 @@ def axes_of(program: Program) -> dict[str, Sequence[str | None]]:
 
 
 def head_of(program: Program, data: str) -> dict[str, str]:
-    """Returns labels and texts that describe a program, and `data`, which describes its batch."""
+    """Returns labels and texts that describe a program. `data`: the description of its data."""
     device = program.run.mesh.devices.flat[0]
     rows: list[tuple[str, Any]] = banner_rows(
         program.config,

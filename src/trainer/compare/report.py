@@ -12,7 +12,7 @@ from trainer.compare.difference import Difference, Tolerance
 class Quantity:
     """The differences of one kind of array, in the order of computation.
 
-    `notes` are other differences that make the sides unequal. `remarks` do not.
+    `notes` are other differences that make the sides unequal; `remarks` are differences that do not.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Quantity:
 
     @property
     def first(self) -> str | None:
-        """The first difference: the first unequal array, else the first with different bits; None if there is none."""
+        """The first note, else the first unequal array, else the first with different bits; None if there is none."""
         if self.notes:
             return self.notes[0]
         entry = self.entry
@@ -62,7 +62,7 @@ class Quantity:
 class Comparison:
     """The comparison of the left side with the right side `right`.
 
-    `facts` do not affect equality. By name, they contain the two sides' numbers, or a sentence about both.
+    `facts` contains, by name, both sides' numbers or a sentence about both sides. Facts do not affect equality.
     """
 
     right: str
@@ -102,7 +102,7 @@ class Comparison:
 
     @property
     def _first_bits(self) -> tuple[Quantity | None, Difference | None]:
-        """The first quantity whose bits differ, and its first such array; the array is None if there are notes."""
+        """The first quantity with different bits, and its first array with different bits (None if there are notes)."""
         quantity = next((quantity for quantity in self.quantities if not quantity.bits), None)
         if quantity is None or quantity.notes:
             return quantity, None

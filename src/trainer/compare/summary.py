@@ -1,4 +1,4 @@
-"""The part of an array that a record keeps instead of the values: a checksum and a few numbers for each layer."""
+"""Summaries of arrays, which a record contains instead of the values: per layer, a checksum and a few statistics."""
 
 import hashlib
 import itertools
@@ -11,7 +11,7 @@ import numpy as np
 
 
 class LayerSummary(NamedTuple):
-    """One layer of an array, or the complete array.
+    """The summary of one layer of an array, or of the complete array.
 
     Attributes:
       digest: the digest of its bytes; see `digest`.
@@ -32,8 +32,8 @@ class LayerSummary(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """An array of a record. `layers`: the numbers of the layers along its first axis; None: it is not stacked. `read`
-    returns the values; None if the record does not contain them."""
+    """The summary of an array in a record. `layers`: the numbers of the layers along the array's first axis; None: it
+    is not stacked. `read` returns the values; None if the record does not contain them."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -65,7 +65,7 @@ def cut(array: np.ndarray, layers: tuple[int, ...] | None) -> Iterable[np.ndarra
 
 
 def part(array: np.ndarray) -> LayerSummary:
-    """Returns the checksum and the numbers of an array."""
+    """Returns the summary of a layer or a complete array."""
     values = np.abs(np.asarray(array).astype(np.float64))
     finite = np.isfinite(values)
     kept = values if finite.all() else values[finite]

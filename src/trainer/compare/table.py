@@ -39,10 +39,10 @@ def _verdict(report: Report) -> str:
                 lines.append(f"the first difference within {tolerance} is in {other.first_within}")
             if other.unsown:
                 where = f"layer {other.unsown.layer}"
-                lines.append(f"{where} sows only its output; docs/guides/parity.md says how to narrow the place down")
+                lines.append(f"{where} sows only its output; docs/guides/parity.md describes how to look inside")
             lines.append(f"{report.left} and {other.right} differ first in {other.first}{_numbers(other)}")
         if any(map(_numbers, apart)):
-            lines.append(f"{report.left} has checksums; record with arrays=true to get the sizes of differences")
+            lines.append(f"{report.left} contains only checksums; record with arrays=true to get difference sizes")
         return "\n".join(lines)
     sides = ", ".join([report.left, *(comparison.right for comparison in report.comparisons[:-1])])
     sides = f"{sides} and {report.comparisons[-1].right} are equal"
@@ -50,7 +50,7 @@ def _verdict(report: Report) -> str:
 
 
 def _numbers(comparison: Comparison) -> str:
-    """Returns what a record without arrays contains about the first difference."""
+    """Returns statistics of both sides at the first difference, if the record does not contain the arrays."""
     first = next(quantity for quantity in comparison.quantities if not quantity.equal)
     return f": {first.entry.summaries}" if first.entry and first.entry.summaries and not first.notes else ""
 

@@ -1,1 +1,1 @@
-"""Turns base.yml, presets and `key=value` into one frozen configuration. Importing it loads neither JAX nor Flax."""
+"""Turns base.yml, presets and `key=value` into one frozen configuration. This package imports neither JAX nor Flax."""

@@ -22,7 +22,7 @@ def contradictions(config: Config, where: Mapping[str, str], broken: set[str]) -
     messages = []
     facts = None if "decoder_block" in broken else facts_of(config)
     if facts and facts.fixes:
-        where = {**where, **dict.fromkeys(facts.fixes, f"always so with decoder_block={config.decoder_block}")}
+        where = {**where, **dict.fromkeys(facts.fixes, f"fixed by decoder_block={config.decoder_block}")}
         config = Values({**config, **facts.fixes})
     for keys, check in (*CHECKS, *(facts.checks if facts else ())):
         if broken.isdisjoint(keys) and (problem := check(config)):
@@ -36,7 +36,7 @@ def _path(key: str) -> Check:
 
     def problem(config: Config) -> str | None:
         parts = config[key].split(";") if lists else [config[key]]
-        local = [part for part in parts if "://" not in part]  # `_data` or `_remote` checks the others
+        local = [part for part in parts if "://" not in part]  # `_data` or `_remote` checks URLs
         names = [name for part in local for name in (re.split("[,|:]", part) if lists else [part])]
         return next(filter(None, map(path_problem, names)), None)
 

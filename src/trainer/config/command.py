@@ -1,4 +1,4 @@
-"""Reads the words of a command line, and the environment variables that replace words."""
+"""Reads the arguments of a command line, and the environment variables that can replace them."""
 
 import functools
 import re
@@ -13,7 +13,7 @@ from trainer.config.values import read_text
 
 
 def split(argv: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """Returns the yml in the first word (default: base.yml), and the other words."""
+    """Returns the yml that the first argument names (default: base.yml), and the other arguments."""
     first = argv[0] if argv else ""
     looks_like_yml = first.endswith(YML_ENDINGS) and ("=" not in first or is_file(first))
     if looks_like_yml or ("=" not in first and not first.startswith("-") and is_file(first)):
@@ -22,7 +22,7 @@ def split(argv: Sequence[str]) -> tuple[str, Sequence[str]]:
 
 
 def read_words(reader: Reader, words: Sequence[str], source: str) -> dict[str, Setting]:
-    """Returns the settings of `words`, each KEY=TEXT, from `source`."""
+    """Returns the settings of `words`, arguments of the form KEY=TEXT. Messages name `source` as their source."""
     settings: dict[str, Setting] = {}
     for word in words:
         name, equals, text = word.partition("=")
@@ -37,7 +37,7 @@ def read_words(reader: Reader, words: Sequence[str], source: str) -> dict[str, S
 def read_by_hand(
     reader: Reader, words: Sequence[str], source: str, environment: Mapping[str, str]
 ) -> tuple[dict[str, Setting], list[str]]:
-    """Returns the settings of the command line and the environment, and warnings about variables that are not read."""
+    """Returns the settings of the command line and the environment, and warnings about ignored variables."""
     settings = read_words(reader, words, source)
     texts = dict(word.partition("=")[::2] for word in words)
     given, unknown = variables(environment)
@@ -57,7 +57,7 @@ def read_by_hand(
 
 
 def malformed(reader: Reader, name: str, has_value: bool, text: str) -> str | None:
-    """Returns why the command-line word NAME or NAME=TEXT is not key=value; None if it is."""
+    """Returns why the argument NAME or NAME=TEXT is not key=value; None if it is."""
     keys = reader.schema.keys
     bare = name.lstrip("-").replace("-", "_")
     if re.match("base_config(:|$)", bare):

@@ -23,7 +23,7 @@ MESH_AXES = (
 )
 # The mesh axes that shard parameters only to save memory: parameters are all-gathered over them before a product.
 FSDP = ("fsdp", "fsdp_transpose", "context", "context_usp_ulysses")
-# The keys for the size of each axis: devices within a slice, and slices.
+# The keys for the size of each axis, within a slice (ICI) and across slices (DCN).
 ICI = {axis: f"ici_{'pipeline' if axis == 'stage' else axis}_parallelism" for axis in MESH_AXES}
 DCN = {axis: f"dcn_{'pipeline' if axis == 'stage' else axis}_parallelism" for axis in MESH_AXES}
 # The axes that no feature uses yet, with the reason.
@@ -35,7 +35,7 @@ UNUSED_AXES = {
 # If one of these keys is empty or 0, its value is derived from other keys.
 FOLLOWS: Mapping[str, Callable[[Config], Any]] = {
     "mu_dtype": lambda given: given.weight_dtype,
-    # An evaluation batch has an update's rows, so that evaluation does not depend on the split into microbatches.
+    # An evaluation batch has as many rows as an update, so evaluation does not depend on the split into microbatches.
     "eval_per_device_batch_size": lambda given: given.per_device_batch_size * given.gradient_accumulation_steps,
 }
 
@@ -66,18 +66,18 @@ def eval_batch_rows(config: Config) -> int:
 
 
 def eval_parts(config: Config) -> int:
-    """Returns the number of parts of an evaluation batch: parts of a microbatch's rows if these divide it, else 1."""
+    """Returns the number of microbatch-sized parts of an evaluation batch; 1 if microbatches do not divide it."""
     parts, left = divmod(eval_batch_rows(config), microbatch_rows(config))
     return parts if parts and not left else 1
 
 
 def row_for(tokens: int) -> int:
-    """Returns the length of a row for `tokens` tokens: the next multiple of 128."""
+    """Returns the length of a row for `tokens` tokens: `tokens` rounded up to a multiple of 128."""
     return -(-tokens // 128) * 128
 
 
 def has_reference(config: Config) -> bool:
-    """Returns whether the objective reads the run's initial parameters."""
+    """Returns whether the objective uses the run's initial parameters as a reference model."""
     compared = config.use_dpo and config.dpo_algo == "dpo"
     return bool(compared or (config.use_grpo and config.rl_grpo_beta))
 
@@ -88,25 +88,25 @@ def has_dropout(config: Config) -> bool:
 
 
 def has_rollouts(config: Config) -> bool:
-    """Returns whether a run trains on texts that its model writes (`rl.rounds`)."""
+    """Returns whether a run trains on texts that its model generates (`rl.rounds`)."""
     return bool(config.use_grpo or (config.use_distill and config.distill_rollouts))
 
 
 def samples_divergence(config: Config) -> bool:
-    """Returns whether the divergence is estimated from the log-probabilities of rollouts."""
+    """Returns whether distillation estimates its divergence from the log-probabilities of rollouts."""
     return bool(config.distill_loss == "sampled_reverse_kl")
 
 
 def rollouts_share(config: Config) -> float:
-    """Returns the share of rounds in which the model writes the texts; the data have the texts of the others."""
+    """Returns the share of rounds with texts that the model generates; the other rounds use texts of the data."""
     return config.distill_rollouts_share if config.use_distill else 1.0
 
 
 def completions_per_prompt(config: Config) -> int:
-    """Returns the number of completions of each prompt of a round."""
+    """Returns the number of completions for each prompt of a round."""
     return config.rl_num_generations if config.use_grpo else 1
 
 
 def policy_temperature(config: Config) -> float:
-    """Returns the temperature for log-probabilities in generation: with rollouts, that of sampling; otherwise 1."""
+    """Returns the temperature for log-probabilities in generation: the sampling temperature with rollouts, else 1."""
     return float(config.decode_sampling_temperature) if has_rollouts(config) else 1.0

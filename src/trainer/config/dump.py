@@ -17,7 +17,7 @@ from trainer.config.schema import schema
 def to_yaml(config: Config) -> str:
     """Returns the keys of `config` as a yml that `load` reads back to the same values, in the order of base.yml.
 
-    Omits `run_name`, so that a command with this yml starts a new run; also PROCESSES and SUPERVISION.
+    Omits `run_name`, so that a command with this yml starts a new run. Also omits PROCESSES and SUPERVISION.
     """
     left_out = ("run_name", *PROCESSES, *SUPERVISION)
     lines = [f"{name}: {to_flow(config[name])}" for name in schema().keys if name not in left_out]

@@ -13,7 +13,7 @@ from trainer.config.schema import schema
 
 
 def _table(config: Config) -> list[Inert]:
-    """Returns `INERT`, preceded by the keys that the family of `config` does not read."""
+    """Returns `INERT`, preceded by rows for the keys that the family of `config` fixes or does not read."""
     facts = facts_of(config)
     ignored = facts.ignores.items() if facts else ()
     reasons = [(keys, f"decoder_block={config.decoder_block} {reason}") for reason, keys in ignored]
@@ -33,8 +33,15 @@ def without_effect(config: Config, changed: Mapping[str, str]) -> list[str]:
 
 
 def without_effect_here(config: Config, changed: Mapping[str, str], before: Config) -> list[str]:
-    """Does the same as `without_effect` for settings that depend on the devices. `config` is `before`, resolved. Omits
-    keys that have no effect on any device."""
+    """Does the same as `without_effect` for settings that depend on the devices.
+
+    Omits keys that have no effect on any device.
+
+    Args:
+      config: the resolved configuration.
+      changed: the keys that the user gives, each with its source.
+      before: the configuration before it was resolved.
+    """
     told = inert_keys(before)
     return _lines(INERT_HERE, config, {key: where for key, where in changed.items() if key not in told})
 
@@ -55,7 +62,7 @@ def no_effect_of(config: Config, key: str) -> str | None:
 
 
 def inert_keys(config: Config) -> set[str]:
-    """Returns the keys that have no effect under the settings of `config`, given or not."""
+    """Returns the keys that have no effect under the settings of `config`, whether the user gives them or not."""
     return {key for inert in _table(config) if inert.when(config) for key in inert.keys}
 
 

@@ -10,7 +10,7 @@ PREFIX = "M_"
 
 
 def variables(environment: Mapping[str, str]) -> tuple[dict[str, tuple[str, str]], list[str]]:
-    """Returns the variables M_KEY as {key: (variable, text)}, and a warning for each variable whose KEY is no key."""
+    """Returns the variables M_KEY as {key: (variable, text)}, and a warning for each variable with an unknown KEY."""
     given = {name: text for name, text in environment.items() if name.startswith(PREFIX) and name != PREFIX}
     if not given:
         return {}, []
@@ -29,8 +29,11 @@ def variables(environment: Mapping[str, str]) -> tuple[dict[str, tuple[str, str]
 
 
 def without_prefix(environment: Mapping[str, str], given: Container[str]) -> list[str]:
-    """Returns a warning about variables with the name of a key that is not in `given`, in capitals but without M_.
-    Names of one word, such as PORT, belong to other programs, except for STEPS, which users often write."""
+    """Returns a warning about variables that are named like a key, in capitals, but without M_.
+
+    Skips keys in `given`, and names of one word, such as PORT, because they belong to other programs. STEPS is not
+    skipped, because users often write it.
+    """
     keys = [name for name in schema().keys if name not in given and ("_" in name or name == "steps")]
     found = [name.upper() for name in keys if environment.get(name.upper())]
     if not found:

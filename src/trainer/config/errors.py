@@ -25,7 +25,7 @@ SCREEN_LINES, SCREEN_COLUMNS = 40, 160
 
 
 class UserError(ValueError):
-    """An error caused by the user. The message states the problem, its place, and the nearest valid choice."""
+    """An error caused by the user. The message states what is wrong, where, and the nearest valid choice."""
 
 
 class NotBuilt(UserError, NotImplementedError):
@@ -37,7 +37,7 @@ class Unbuilt(str):
 
 
 class RunStopped(RuntimeError):
-    """Raised if one of the run's rules ends it, for example at a NaN loss. The message states what to do."""
+    """Raised if a rule ends the run, for example at a NaN loss. The message states what to do."""
 
 
 def exit_on_user_error(main: Callable[P, R]) -> Callable[P, R]:
@@ -46,9 +46,9 @@ def exit_on_user_error(main: Callable[P, R]) -> Callable[P, R]:
     RunStopped does the same with code 1. Following the shell's conventions, Ctrl-C exits with code 130 and a broken
     pipe (`| head`) with 141. Other exceptions pass through.
 
-    If Ctrl-C has the system's default action (see `trainer/__init__.py`), it keeps this action until there is state to
-    close (`closed_at_interrupt`, `runtime.preemption`), and gets it back when `main` ends. The process then ends
-    without waiting for threads.
+    If Ctrl-C has the system's default action when `main` begins (see `trainer/__init__.py`), it keeps this action until
+    there is state to close: `closed_at_interrupt` and `runtime.preemption` replace the action. When `main` ends, the
+    default action is restored, and an interrupted process ends without waiting for threads.
     """
 
     @functools.wraps(main)
@@ -68,7 +68,7 @@ def exit_on_user_error(main: Callable[P, R]) -> Callable[P, R]:
                 _end_as_interrupted()
             raise SystemExit(_INTERRUPTED) from None
         except SystemExit as end:
-            if default_action and end.code == _INTERRUPTED:  # a run that has saved
+            if default_action and end.code == _INTERRUPTED:  # the run has saved its state
                 _end_as_interrupted()
             raise
         except BrokenPipeError:
@@ -120,7 +120,7 @@ def _end_as_interrupted() -> None:
 
 
 def command_line(argv: Sequence[str] | None) -> list[str]:
-    """Returns `argv`, or the arguments of the process. Prints a line for each key that is given with two values.
+    """Returns `argv`, or the arguments of the process. Prints a warning for each key with two different values.
 
     Raises:
       UserError: the arguments are not UTF-8.
@@ -131,17 +131,17 @@ def command_line(argv: Sequence[str] | None) -> list[str]:
     if bad:
         raise UserError(
             "\n  ".join(
-                ["the command line must be UTF-8; these words are not:"]
+                ["the command line must be UTF-8; these arguments are not:"]
                 + on_one_screen([shortened(repr(word)[1:]) for word in bad])
             )
         )
     given: dict[str, tuple[str, str]] = {}  # by the key without its group, as in lora.lora_rank
     for word in words:
         name, equals, text = word.partition("=")
-        key = name if "_overrides." in name else name.rpartition(".")[2]  # of one model alone in distillation
+        key = name if "_overrides." in name else name.rpartition(".")[2]  # a key for the student or the teacher
         before, said = given.get(key, (word, text))
         if equals and said != text:
-            line = f"warning: {shortened(before)} has no effect: a later word counts, {shortened(word)}"
+            line = f"warning: {shortened(before)} has no effect: a later argument overrides it, {shortened(word)}"
             print(line, file=sys.stderr)
         given[key] = word, text
     return words
@@ -156,7 +156,7 @@ def report(mistakes: Sequence[str]) -> UserError:
 def on_one_screen(lines: Sequence[str]) -> list[str]:
     """Returns `lines`. If they exceed a screen, returns the lines that fit, in order, and the number of omitted lines.
 
-    The first line of each kind takes precedence over later ones. Lines of one kind state the same problem of different
+    The first line of each kind takes precedence over later ones. Lines of one kind state the same problem for different
     keys. A line that is too long is cut in the middle.
     """
     clipped = [_clip(line) for line in lines]

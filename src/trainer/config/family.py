@@ -1,4 +1,4 @@
-"""The facts about a model family that the first stage needs, which runs without JAX."""
+"""The facts about a model family that stage 1 needs. Stage 1 reads and checks a configuration without JAX."""
 
 import functools
 import importlib
@@ -14,13 +14,13 @@ from trainer.config.schema import schema
 
 Axes = tuple[str, ...]
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-# Keys of some families with experts.
+# Keys that only some families with experts read.
 OF_SOME = (
     *("first_num_dense_layers", "shared_experts", "routed_scaling_factor", "n_routing_groups", "topk_routing_group"),
     *("routed_score_func", "routed_bias"),
 )
 MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_multiplier")
-# The pattern of layers in families with recurrent layers; and the sizes of these layers.
+# Keys of families with recurrent layers: the pattern of layers, and the sizes of the recurrent layers.
 PATTERN = "inhomogeneous_layer_cycle_interval"
 RECURRENT = (
     *("gdn_num_key_heads", "gdn_num_value_heads", "gdn_key_head_dim", "gdn_value_head_dim"),
@@ -42,7 +42,7 @@ ROPE = (
     *("original_max_position_embeddings", "rope_low_freq_factor", "rope_high_freq_factor", "beta_fast", "beta_slow"),
     *("rope_truncate", "rope_attention_scaling", "rope_interleave", "local_rope_max_timescale"),
 )
-_MODULE = "facts"  # the name of a module that the first stage may import
+_MODULE = "facts"  # the name of a module that stage 1 may import
 
 
 @dataclass(frozen=True)
@@ -55,17 +55,17 @@ class Facts:
       ignores: other keys that its blocks do not read, by the reason, such as "has no rotary positions".
       fixes: keys that have the same value in every configuration of this family, each with this value.
       sinks: whether its attention has sinks (`ops.attention`), which some kernels do not support.
-      recurrent: whether its blocks mix the tokens of a row other than by attention, for example by a recurrent state.
-        Then the tokens of a row cannot be split over devices.
-      has_rest: whether layers may remain after the complete repetitions of its pattern of `interleave_moe_layer_step`.
+      recurrent: whether its blocks mix the tokens of a row by other means than attention, for example by a recurrent
+        state. If so, the tokens of a row cannot be split over devices.
+      has_rest: whether the last repetition of its pattern of `interleave_moe_layer_step` layers may be incomplete.
       maxtext_layers: the number of layers that MaxText counts as one.
-      maxtext_words: words of MaxText's commands, `key=value` in lower case, each with our equivalent; "": all blocks of
-        the family have this value, and other values are refused. `trainer.from_maxtext` converts them.
+      maxtext_words: arguments of MaxText's commands, `key=value` in lower case, each with the equivalent to which
+        `trainer.from_maxtext` converts it. "": all blocks of the family have this value, and other values are refused.
       period: n if every n-th layer attends to the whole document, and the others within `sliding_window_size`;
         `sliding_window_pattern` overrides it. 0: `attention_type` applies to every layer.
       checks: the family's checks: keys, and a function that returns the problem with the keys' values, or None.
       tensors: returns the tensors that every model of a configuration has, with their logical axes; {} for
-        `tensors.EVERY_MODEL` alone. The first stage checks the tensors' sizes and rules; it checks other tensors when
+        `tensors.EVERY_MODEL` alone. Stage 1 checks the sizes and rules of these tensors; other tensors are checked when
         the model is made.
     """
 
@@ -98,7 +98,7 @@ class Facts:
 
 @functools.cache
 def families() -> Mapping[str, str]:
-    """Returns the import path of each family's facts, by decoder_block: a string, because models import config."""
+    """Returns the import path of each family's facts, by decoder_block. Paths avoid a cycle: models import config."""
     return importlib.import_module("trainer.models").FAMILIES
 
 
@@ -131,8 +131,8 @@ def imported(path: str, decoder_block: str) -> Any:
 
 
 def import_facts(decoder_block: str) -> None:
-    """Imports a family's facts, if `decoder_block` is the import path of an object in a module called `facts`. Other
-    modules may import JAX, so the second stage imports them.
+    """Imports a family's facts, if `decoder_block` is the import path of an object in a module called `facts`. Stage 2
+    imports other modules, which may import JAX.
 
     Call this only for a module that the user has named: it runs the module's code.
 
@@ -145,8 +145,8 @@ def import_facts(decoder_block: str) -> None:
 
 
 def facts_of(config: Config) -> Facts | None:
-    """Returns the facts of the family of `config`; None if they are unknown: the family's import path does not lead to
-    facts, or they have not been imported."""
+    """Returns the facts of the family of `config`. None if they are unknown, because the family's import path does not
+    lead to facts, or because they have not been imported."""
     return _facts(config.decoder_block)
 
 

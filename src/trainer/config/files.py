@@ -16,18 +16,18 @@ from trainer.config.plain_yaml import compose, describe, flatten, read_text, rep
 from trainer.config.schema import BASE_YML, GROUPS, Schema, schema
 
 PRESETS = Path(__file__).parent / "models"
-# The source of a setting that comes from no file. Other sources are FILE:LINE.
+# The sources of settings that come from no file. Other sources are FILE:LINE.
 COMMAND_LINE, DEFAULT = "command line", "default"
 ENVIRONMENT = "environment variable "  # followed by the name of the variable
 YML_ENDINGS = (".yml", ".yaml")
 MAXTEXT_YML = Path(__file__).parent / "maxtext" / "maxtext.yml"
-# The settings that maxtext.yml adds in each post-training command; the first key that is true counts. The files are
-# named as in MaxText.
+# The files with the settings that maxtext.yml adds in each post-training command, by the key that selects the command.
+# The first key that is true counts. The files are named as in MaxText.
 POST_TRAIN = {
     key: Path(__file__).parent / "maxtext" / "post_train" / f"{name}.yml"
     for key, name in (("use_distill", "distillation"), ("use_sft", "sft"), ("use_dpo", "dpo"), ("use_grpo", "rl"))
 }
-# The paths in a MaxText checkout.
+# Paths of files in a MaxText checkout.
 _MAXTEXT_BASE = re.compile(r"(.*/)?maxtext/configs/+base\.yml", re.IGNORECASE)
 _MAXTEXT_POST_TRAIN = re.compile(
     r"((.*/)?maxtext/configs/+)?(post_train/(distillation|sft|dpo|rl)\.yml)", re.IGNORECASE
@@ -106,7 +106,9 @@ def read_chain(name: str, schema: Schema) -> tuple[list[YmlFile], list[str], lis
             mistakes.append(f"{key}{shortened(wanted)} ({where}): {_why_not_found(wanted, folder)}")
             break
         if path == MAXTEXT_YML and (of_program := post_train_name(wanted)):
-            notes.append(f"{shortened(wanted)}: using maxtext.yml, which has the values of {of_program} in its command")
+            notes.append(
+                f"{shortened(wanted)}: using maxtext.yml, which adds the values of {of_program} in its command"
+            )
         if path == BASE_YML:
             if wanted != "base.yml" and _MAXTEXT_BASE.fullmatch(wanted) and not (folder / wanted).is_file():
                 notes.append(f"{shortened(wanted)} does not exist here: using the packaged base.yml")
@@ -129,7 +131,7 @@ def read_chain(name: str, schema: Schema) -> tuple[list[YmlFile], list[str], lis
 
 
 def read_file(path: Path) -> tuple[list[Entry], str | None, list[str]]:
-    """Returns the entries of the YAML file `path`, an error if it cannot be read, a message for each repeated key."""
+    """Returns the entries of the YAML file `path`, an error if any, and a message for each repeated key."""
     try:
         text = read_text(path)
         node = compose(text)
@@ -182,16 +184,16 @@ def _entry(path: Path, text: str, key: yaml.Node, value: yaml.Node) -> Entry:
 
 
 def _take_parent(entries: list[Entry]) -> Entry | None:
-    """Removes base_config from `entries`, and returns the last one."""
+    """Removes all base_config entries from `entries`, and returns the last one with a value."""
     parents = [entry for entry in entries if entry.name == "base_config" and entry.given]
     entries[:] = [entry for entry in entries if entry.name != "base_config"]
     return parents[-1] if parents else None
 
 
 def _find(wanted: str, folder: Path, visited: Iterable[Path]) -> Path | None:
-    """Returns the file `wanted`, relative to `folder`; for a file of MaxText also relative to MaxText's configs folder.
+    """Returns the path of the file `wanted`, relative to `folder` or, inside a MaxText checkout, to its configs folder.
 
-    base.yml and maxtext.yml are the packaged files if no other file has that name.
+    base.yml and maxtext.yml mean the packaged files if there is no other file with that name. None: no such file.
     """
     if path_problem(wanted):
         return None
@@ -218,7 +220,7 @@ def _why_not_found(wanted: str, folder: Path) -> str:
 def _is_maxtext(entries: Sequence[Entry], schema: Schema) -> bool:
     """Returns whether a file without base_config is a version of MaxText's base.yml.
 
-    The first version had 38 keys, 17 of which base.yml lacks. A copy of base.yml has only keys of base.yml.
+    MaxText's first version had 38 keys, 17 of which our base.yml lacks. A copy of our base.yml has only our keys.
     """
     names = {entry.name for entry in entries}
     foreign = names - set(schema.keys)

@@ -1,4 +1,4 @@
-"""The table that maps the three flags to the name of a combination. Only this file uses the flags' names."""
+"""Maps the three flags that select NNX or Linen to the name of their combination. Only this file names the flags."""
 
 from collections.abc import Mapping
 from typing import Any

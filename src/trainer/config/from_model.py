@@ -1,4 +1,4 @@
-"""Defaults of runs that start from a model: base.yml's are for training from scratch and would ruin the model."""
+"""Defaults of runs that start from a model. base.yml's defaults are for training from scratch and would ruin it."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -40,13 +40,13 @@ def command_of(config: Config) -> str:
 
 def starts_from_model(config: Config) -> bool:
     """Returns whether a run begins with trained parameters. load_full_state_path of `trainer.train` and
-    `trainer.distill` does not count, because it continues a training, usually one from scratch."""
+    `trainer.distill` does not count, because it continues a run, which usually began from scratch."""
     continues = command_of(config) not in (TRAIN, DISTILL) and config.load_full_state_path
     return bool(config.load_parameters_path or continues)
 
 
 def defaults_from_model(config: Config) -> dict[str, tuple[Any, str]]:
-    """Returns the values of the table that apply to a configuration, each with its source; {} if none applies."""
+    """Returns the values of FROM_A_MODEL that apply to `config`, each with its source; {} if none applies."""
     if not starts_from_model(config):
         return {}
     command = command_of(config)
@@ -57,10 +57,10 @@ def defaults_from_model(config: Config) -> dict[str, tuple[Any, str]]:
 
 
 def taken_from_model(values: Config, sources: Mapping[str, str]) -> str:
-    """Returns a line about the values that a configuration takes from the table; "" if all equal base.yml's."""
+    """Returns a line about the values that come from FROM_A_MODEL; "" if all of them equal base.yml's defaults."""
     source = _SOURCE.format(command_of(values))
     taken = [name for name, where in sources.items() if where == source]
     if all(values[name] == schema().keys[name].default for name in taken):
         return ""
     shown = " ".join(f"{name}={to_flow(values[name])}" for name in taken)
-    return f"{shown} ({source}; base.yml's are for training from nothing)"
+    return f"{shown} ({source}; base.yml's defaults are for training from scratch)"

@@ -37,9 +37,9 @@ _COMMANDS = {
     "shardings": ("[left.key=value ... right.key=value ...] [--json]", "Prints the sharding of every tensor."),
 }
 _OPTIONS = {
-    "--dry-run": "everything that the command does before its first step: what it would run, and what a step needs",
-    "--show N": "the first N records that the command would train on, with what it learns of them",
-    "--json": "the tables as JSON",
+    "--dry-run": "stops before the first step; prints what the command would run, and what a step needs",
+    "--show N": "prints the first N records that the command would train on, and what it learns of them",
+    "--json": "prints the tables as JSON",
 }
 _HEAD = """\
 usage: python -m trainer.{command} [FILE.yml] [key=value ...] {options}
@@ -48,8 +48,8 @@ usage: python -m trainer.{command} [FILE.yml] [key=value ...] {options}
 
 {does}
 
---help SECTION   the keys of one section with their meaning; --help all: of every section
---explain KEY    one key, the value that it has in this command, and where that comes from
+--help SECTION   prints the keys of one section with their meaning; --help all: of every section
+--explain KEY    prints one key's meaning, its value in this command, and the source of this value
 {lines}
 FILE.yml is any YAML file with `base_config: base.yml`, or with another such file as its base_config. Without it, or
 with base.yml, the defaults of base.yml apply. Precedence, lowest first: these defaults, the preset of model_name,
@@ -58,15 +58,15 @@ Presets of model_name: {presets}."""
 
 
 class Question(NamedTuple):
-    """The question in a command line: about a section ("" for the list of sections) or a key."""
+    """A --help or --explain option in a command line: about a section ("" for the list of sections) or a key."""
 
     section: str | None
     key: str
-    words: list[str]  # the other words
+    words: list[str]  # the other arguments
 
 
 def question(argv: Sequence[str]) -> Question | None:
-    """Returns the question in a command line; None without a question.
+    """Returns the --help or --explain option in a command line; None without such an option.
 
     Raises:
       UserError: no key follows --explain.
@@ -91,7 +91,10 @@ def _is_plain(word: str) -> bool:
 
 
 def answers_question(words: Sequence[str], usage: str) -> bool:
-    """Prints the answer to a command line's question: `usage`, a section of keys, or a key. Returns whether it asks.
+    """Answers --help or --explain in a command line: prints `usage`, a section of keys, or a key.
+
+    Returns:
+      Whether the command line has one of these options.
 
     Raises:
       UserError: there is no such section or key.
@@ -103,7 +106,11 @@ def answers_question(words: Sequence[str], usage: str) -> bool:
 
 
 def prints_usage(command: str, words: Sequence[str]) -> bool:
-    """Prints the usage of one of `_COMMANDS` if its words ask for it without a section. Returns whether they do."""
+    """Prints the usage of `command`, one of `_COMMANDS`, if `words` have --help without a section.
+
+    Returns:
+      Whether the usage was printed.
+    """
     asked = question(words)
     if asked is None or asked.section != "":
         return False

@@ -100,7 +100,7 @@ def parsed(text: str | bytes) -> Any:
 
 
 def field_problems(data: Mapping[str, Any], fields: Mapping[str, Field]) -> list[str]:
-    """Returns a message for each value in `data` that its field does not allow. Other names are ignored."""
+    """Returns a message for each value in `data` that its field does not allow. Ignores names without a field."""
     return [
         f"{name}={shown(data[name])}, not {field.allowed}"
         for name, field in fields.items()

@@ -1,6 +1,6 @@
-"""The key properties that code defines: one row for each group of keys that are treated alike.
+"""The types with which code defines properties of keys: a row applies to a group of keys with the same properties.
 
-A file of capabilities/ defines for its keys: these rows (ROWS), checks of their values (CHECKS), and the settings under
+Each file of capabilities/ defines for its keys: rows (ROWS), checks of their values (CHECKS), and the settings under
 which they have no effect (INERT, or INERT_HERE if this depends on the devices). base.yml specifies type, choices, range
 and meaning of the values. A key without a row must not change on resume, and affects the compiled step.
 """
@@ -22,12 +22,12 @@ def refused(keys: Sequence[str], when: Callable[[Config], object], why: str) -> 
 
 
 def left_out(key: str, reason: str) -> Check:
-    """Returns the check that `key` has no value, that is 0, false, empty or null."""
+    """Returns the check that `key` is 0, false, empty or null."""
     return refused((key,), lambda c: c[key], f"{reason}; leave it out")
 
 
 def only_if(when: Callable[[Config], object], checks: Iterable[Check], shown: Sequence[str] = ()) -> list[Check]:
-    """Returns `checks`, for configurations in which `when(config)` is true. Messages also show the keys `shown`."""
+    """Returns `checks`, limited to configurations with a true `when(config)`. Messages also show the keys `shown`."""
 
     def narrowed(problem: Problem) -> Problem:
         return lambda config: problem(config) if when(config) else None
@@ -36,7 +36,7 @@ def only_if(when: Callable[[Config], object], checks: Iterable[Check], shown: Se
 
 
 class Inert(NamedTuple):
-    """`keys` have no effect if `when(config)` is true. `reason` is a text with the settings that cause this."""
+    """`keys` have no effect if `when(config)` is true. `reason` names the settings that cause this."""
 
     keys: Sequence[str]
     when: Callable[[Config], object]
@@ -44,17 +44,18 @@ class Inert(NamedTuple):
 
 
 class Resume(Enum):
-    """The changes that are allowed between a checkpoint and the command that resumes from it.
+    """The changes of a key that are allowed between a checkpoint and the command that resumes from it.
 
     Attributes:
       SAME: no change.
-      LAYOUT: any change. How the program is sharded, which affects results only by summation order and rounding.
-      SAME_BITS: any change. How the program is sharded or where it runs, without any effect on bits.
-      BATCH: any other split of the same global batch.
-      LENGTH: any length of the run. The schedule follows the length unless the schedule's length is given.
-      AROUND: any change. What to write, keep, print and evaluate, and how to treat a bad step.
-      UPDATE: how gradients become an update. May change only with reset_optimizer, which resets that state.
-      TIMETABLE: like UPDATE. When fragments of DiLoCo synchronize.
+      LAYOUT: any change. The key affects how the program is sharded, and results only by summation order and rounding.
+      SAME_BITS: any change. The key affects how the program is sharded or where it runs, but no bit of the results.
+      BATCH: any change that splits the same global batch differently.
+      LENGTH: any change. The key sets the run's length. The schedule follows it unless the schedule's length is given.
+      AROUND: any change. The key affects what to write, keep, print and evaluate, and how to treat a bad step.
+      UPDATE: a change only with reset_optimizer, which resets the optimizer state. The key affects how gradients become
+        an update.
+      TIMETABLE: like UPDATE. The key affects when fragments of DiLoCo synchronize.
     """
 
     SAME, LAYOUT, SAME_BITS, BATCH, LENGTH, AROUND, UPDATE, TIMETABLE = range(8)
@@ -67,7 +68,7 @@ class Place(Enum):
       LOCAL: to this machine.
       DATA: to files of data on this machine or elsewhere: a list of globs and URLs.
       BUCKET: to this machine or to a gs:// bucket.
-      ANY: only its syntax is checked here.
+      ANY: anywhere; only the path's syntax is checked.
     """
 
     LOCAL, DATA, BUCKET, ANY = range(4)
@@ -78,7 +79,7 @@ class Row(NamedTuple):
 
     Attributes:
       resume: the changes that are allowed on resume.
-      step: whether the compiled step depends on their resolved values.
+      step: whether the compiled step depends on the keys' resolved values.
       path: where the path may lead, if the values are paths.
       code: whether a value makes a program run code that is not part of the trainer.
     """

@@ -1,5 +1,7 @@
-"""The type of a configuration: every key of base.yml is an attribute and an item. keys.pyi has its types for mypy;
-scripts/write_keys.py generates keys.pyi from base.yml."""
+"""The type of a configuration: every key of base.yml is an attribute and an item.
+
+keys.pyi declares the types of the keys for mypy. scripts/write_keys.py generates it from base.yml.
+"""
 
 from typing import Any
 
@@ -21,7 +23,7 @@ class Values(dict[str, Any]):
 
 class Config(FrozenConfigDict):
     """A FrozenConfigDict with comparisons in microseconds. JAX looks traces up by hashing and comparing the model's
-    configuration; FrozenConfigDict copies both sides for a comparison, which takes 5 ms, and hashes them each time."""
+    configuration. FrozenConfigDict copies both sides for a comparison, which takes 5 ms, and recomputes each hash."""
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, FrozenConfigDict) and self.as_configdict() == other.as_configdict())

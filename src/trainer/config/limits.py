@@ -1,19 +1,19 @@
 """Limits for the contents of untrusted files. docs/guides/weights.md has a table of them.
 
-Far above the values in published files, and low enough that a small file takes neither minutes nor all memory.
+They are far above the values in published files, and so low that a small file takes neither minutes nor all memory.
 """
 
-# JSON. For comparison: the index of a model with 100,000 tensors has 10 MB.
+# Bytes and nesting depth of JSON. For comparison: the index of a model with 100,000 tensors has 10 MB.
 JSON_BYTES, JSON_DEPTH = 64 << 20, 64
-# Any other file that is read at once. The largest tokenizer.json of a published model has 33 MB.
+# Bytes of any other file that is read at once. The largest tokenizer.json of a published model has 33 MB.
 FILE_BYTES = 1 << 28
-# Counts in config.json. Layers that differ within a period are compiled one by one.
+# Counts in config.json. PERIOD is low because layers that differ within a period are compiled one by one.
 LAYERS, PERIOD, EXPERTS, MODULES = 4096, 64, 4096, 64
 # quantization_config: groups, regular expressions, characters per expression, and digits of a repetition count.
 GROUPS, PATTERNS, PATTERN_CHARACTERS, REPETITION_DIGITS = 1024, 100, 200, 2
-# Chat templates, for one conversation: characters of the template; of one text or list that it makes, and of all
-# together; digits in a format, bits of an integer, operands of ** and digits of round; iterations of its loops and
-# calls; seconds of CPU time.
+# Chat templates, for one conversation, in the order of the constants: characters of the template; size of one text or
+# list that it makes, of all of them together, and of the result; digits in a format, bits of an integer, operands of **
+# and digits of round; loop iterations and calls together; seconds of CPU time.
 TEMPLATE_CHARACTERS = 1 << 17
 MADE_CHARACTERS, MADE_TOGETHER, RENDERED_CHARACTERS = 1 << 26, 1 << 31, 1 << 26
 FORMAT_DIGITS, INTEGER_BITS, OPERAND, ROUND_DIGITS = 3, 1 << 14, 1000, 100
@@ -29,5 +29,5 @@ UNPACKED_BYTES, UNPACKED_RATIO, TOGETHER_BYTES = 256 << 20, 200, 1 << 28
 GGUF_ENTRIES, GGUF_STRINGS, GGUF_NAME_BYTES, GGUF_AXES = 1 << 16, 1 << 22, 1 << 16, 4
 # A sentencepiece token in a GGUF file: its characters, and those of all tokens together. Gemma's have 1.7 million.
 PIECE_CHARACTERS, PIECES_CHARACTERS = 1024, 1 << 22
-# One text of a data set.
+# Bytes of one text of a data set.
 TEXT_BYTES = 1 << 30

@@ -44,7 +44,7 @@ from trainer.config.trust import foreign_code
 # Sections whose keys are needed before the model is read: how processes connect, and where they read and write.
 _BEFORE_THE_MODEL = ("Run and output", "Several processes", "Ahead-of-time compilation")
 
-_OF_COMMAND = "default of this command"  # the source of a key
+_OF_COMMAND = "default of this command"  # the source of a setting
 
 
 @dataclass(frozen=True)
@@ -75,14 +75,14 @@ class Loaded:
 
     @property
     def measures(self) -> bool:
-        """Whether the row length comes from the data: no key gives it, and a model is trained further on records."""
+        """Whether the row length comes from the data: no key sets it, and a model is fine-tuned on records."""
         further = self.config.load_parameters_path and (
             has_rollouts(self.config) or any(self.config[key] for key in METHODS)
         )
         return bool(further and self.unset("max_target_length"))
 
     def complete(self, values: Mapping[str, Any]) -> None:
-        """Sets keys that the user does not give to `values`, which come from the run's model and data.
+        """Replaces defaults by `values`, which come from the run's model and data.
 
         Raises:
           UserError: the values contradict other keys.
@@ -123,8 +123,8 @@ def load(
 
     Precedence, lowest first: base.yml; `defaults` of the command, and `from_model.FROM_A_MODEL`; maxtext.yml if it is
     the yml or one of its parents; the preset of model_name; the parents of the user's yml; that yml; the command line
-    and, with equal rank, the variables M_KEY of `environment`. `source` is the words' source in messages. `imports`:
-    whether facts of a family may be imported by path; false for words from a checkpoint.
+    and, with equal rank, the variables M_KEY of `environment`. `source` is the source of `argv` in messages.
+    `imports`: whether facts of a family may be imported by path; false for arguments from a checkpoint.
 
     Raises:
       UserError: lists all errors of the stage, one line each.
@@ -149,7 +149,7 @@ def begin(
 
 
 def unchecked(argv: Sequence[str], environment: Mapping[str, str] | None = None) -> Config:
-    """Returns the keys of a command line, before they are checked together. Its preset is left out."""
+    """Returns the configuration of a command line without its preset, before the keys are checked together."""
     return _begin(argv, COMMAND_LINE, environment, None).config
 
 
@@ -184,10 +184,10 @@ def _begin(
 
 @dataclass(frozen=True)
 class Begun:
-    """A command line whose words are read, but not yet checked together.
+    """A command line whose arguments are read, but not yet checked together.
 
     Attributes:
-      config: the keys that are given, over the defaults; without the preset.
+      config: the defaults, overridden by the given keys; without the preset.
       given: the settings of the user's yml, of the command line and of its environment.
       loaded: the configuration, if no model has to be read.
     """
@@ -212,7 +212,7 @@ class Begun:
         return "" if known or ("://" in path and not path.startswith("gs://")) else path
 
     def end(self, described: Description | None = None) -> Loaded:
-        """Returns the configuration with the model `described` instead of a preset; None: `path` describes no model.
+        """Returns the configuration, in which `described` replaces the preset; None if `path` describes no model.
 
         Raises:
           UserError: lists all errors, one line each.
@@ -233,7 +233,7 @@ class Begun:
             config = _config(sized)
         where = {name: setting.where for name, setting in sized.items()}
         reader.mistakes += _outgrown(reader.schema, values, sized)
-        if code := self._foreign():  # before anything of it is imported
+        if code := self._foreign():  # before any of that code is imported
             raise report([*reader.mistakes, *code])
         if imports:
             _import_facts(reader, config)
@@ -271,7 +271,7 @@ class Begun:
 
 
 def _of_program(reader: Reader, known: Mapping[str, Setting]) -> dict[str, Setting]:
-    """Returns the settings that maxtext.yml adds in the post-training command that `known` names, if any."""
+    """Returns the settings that maxtext.yml adds in the post-training command that `known` selects, if any."""
     path = next((path for key, path in POST_TRAIN.items() if known[key].value), None)
     if path is None:
         return {}
@@ -281,7 +281,7 @@ def _of_program(reader: Reader, known: Mapping[str, Setting]) -> dict[str, Setti
 
 
 def _prepared(reader: Reader, known: Mapping[str, Setting], given: Mapping[str, Setting]) -> dict[str, Setting]:
-    """Returns the settings of the folder at prepared_path, {} without one."""
+    """Returns the settings of the folder at prepared_path; {} if prepared_path is empty or invalid."""
     path = known["prepared_path"].value
     if not path or "prepared_path" in reader.broken or path_problem(path):
         return {}
@@ -295,7 +295,7 @@ def _config(settings: Mapping[str, Setting]) -> Config:
 
 
 def _import_facts(reader: Reader, config: Config) -> None:
-    """Imports the facts of a family that is given by import path. A failure is added to the reader's mistakes."""
+    """Imports the facts of a family that is given by import path. Adds an error to the reader's mistakes."""
     if "decoder_block" in reader.broken:
         return
     try:
@@ -305,10 +305,10 @@ def _import_facts(reader: Reader, config: Config) -> None:
 
 
 def answer(asked: Question, load_sides: Callable[[Sequence[str]], Mapping[str, Loaded]]) -> None:
-    """Prints the answer to a question; for a key also its value on each side that `load_sides` reads from the words.
+    """Prints the answer to a question; for a key also its value in each configuration that `load_sides` returns.
 
     Raises:
-      UserError: there is no such section or key; or, after the text about the key, the configuration has errors.
+      UserError: there is no such section or key; or the configuration has errors, after the key's text is printed.
     """
     if asked.section is not None:
         print(help_text(asked.section))
@@ -323,7 +323,7 @@ def answer(asked: Question, load_sides: Callable[[Sequence[str]], Mapping[str, L
         )
         unread = loaded.config.load_parameters_path and "model_name" not in loaded.changed
         if unread and schema().keys[name].section == "Model" and name not in loaded.changed:
-            print(f"  the model at load_parameters_path={loaded.config.load_parameters_path} may say otherwise")
+            print(f"  the model at load_parameters_path={loaded.config.load_parameters_path} may have another value")
         if reason := no_effect_of(loaded.config, name):
             print(f"  no effect here: {reason}")
 
@@ -363,7 +363,7 @@ def _other_defaults(
         return begin
     if not (base or notes or accepted):
         how = _how_to_use_them(yml, files)
-        return [f"other defaults than MaxText's apply (docs/from-maxtext.md); for MaxText's, {how}"]
+        return [f"the defaults that apply differ from MaxText's (docs/from-maxtext.md); for MaxText's, {how}"]
     return [*begin, *differing, f"for MaxText's defaults {_how_to_use_them(yml, files)}"]
 
 

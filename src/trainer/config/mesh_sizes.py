@@ -13,8 +13,8 @@ from trainer.config.words import counted
 def fill_mesh(values: Config, device_count: int, num_slices: int | None) -> list[str]:
     """Sets each axis of size -1 in `values` to the remaining size, within a slice and across slices. Returns errors.
 
-    `num_slices` is None for devices without slices, such as CPUs. Their number then follows from the sizes across
-    slices.
+    `num_slices` is None for devices without slices, such as CPUs. The number of slices is then the product of the
+    sizes across slices.
     """
     if missing := _unbuilt(values):
         return missing
@@ -32,7 +32,7 @@ def fill_mesh(values: Config, device_count: int, num_slices: int | None) -> list
 
 
 def _unbuilt(values: Config) -> list[str]:
-    """Returns one line for each axis that nothing uses yet, in case the configuration was changed after stage 1."""
+    """Returns an error for each unused axis that is not 1, in case the values were changed after stage 1."""
     return [
         Unbuilt(f"{keys[axis]}={values[keys[axis]]}: {reason}; leave it at 1")
         for axis, reason in UNUSED_AXES.items()
@@ -42,7 +42,8 @@ def _unbuilt(values: Config) -> list[str]:
 
 
 def _fill(values: Config, keys: Mapping[str, str], count: int, what: str) -> list[str]:
-    """Fills in -1 such that the product of the sizes is `count`, which `what` describes. `keys` maps axes to keys."""
+    """Replaces -1 so that the product of the sizes is `count`. Returns errors. `keys` maps axes to keys, and `what`
+    describes `count`."""
     sizes = _sizes(values, keys)
     known = math.prod(size for size in sizes.values() if size != -1)
     left_over = [axis for axis, size in sizes.items() if size == -1]
@@ -72,7 +73,7 @@ def _product(sizes: Mapping[str, int]) -> str:
 
 
 def _nearest_mesh(sizes: Mapping[str, int], count: int) -> dict[str, int]:
-    """Returns the mesh of `count` devices whose sizes have the smallest ratios to the given ones. -1 matches any size.
+    """Returns the mesh of `count` devices whose sizes are nearest to `sizes`, by ratio. -1 matches any size.
 
     Axes of size 1 other than data and fsdp keep size 1.
     """

@@ -1,11 +1,11 @@
-"""Numbers that fit, for messages."""
+"""Divisors and nearby numbers, which messages suggest."""
 
 import math
 from collections.abc import Iterable
 
 
 def divisors(*numbers: int) -> list[int]:
-    """Returns the common divisors, in order."""
+    """Returns the common divisors in ascending order."""
     common = math.gcd(*numbers)
     small = [n for n in range(1, math.isqrt(common) + 1) if common % n == 0]
     return sorted({*small, *(common // n for n in small)})
@@ -19,6 +19,6 @@ def around(number: int, fitting: Iterable[int]) -> str:
 
 
 def multiples_around(number: int, step: int) -> str:
-    """Returns the multiples of `step` on both sides of `number`, in words, without 0."""
+    """Returns the largest multiple of `step` up to `number`, unless it is 0, and the next multiple, in words."""
     below = number // step * step
     return " or ".join(str(n) for n in (below, below + step) if n)

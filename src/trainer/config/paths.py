@@ -6,7 +6,7 @@ from pathlib import Path
 from trainer.config.errors import UserError, shortened
 
 MAX_NAME, MAX_PATH = 255, 4095  # bytes, on Linux
-# The schemes of data files on other machines, each with the extra that installs its package.
+# The URL schemes of remote data files, each with the pip extra that installs its package.
 EXTRAS = {"gs": "gcs", "s3": "s3", "hf": "hf", "http": "http", "https": "http"}
 
 
@@ -37,7 +37,7 @@ def url_problem(text: str) -> str | None:
 
 
 def without_secrets(url: str) -> str:
-    """Returns a URL for messages: of a web server without user, password and query, which may be secret."""
+    """Returns `url` for messages: http and https URLs without user, password and query, which may be secret."""
     if not url.startswith(("http://", "https://")):
         return url
     scheme, _, rest = url.partition("://")
@@ -47,7 +47,7 @@ def without_secrets(url: str) -> str:
 
 
 def local_path(text: str, what: str = "") -> Path:
-    """Returns the path of `text`, with `~` expanded. `what`: the beginning of the message, such as `tokenizer_path=`.
+    """Returns `text` as a path, with `~` expanded. `what`: the beginning of the message, such as `tokenizer_path=`.
     Raises UserError if the path is invalid; see `path_problem`."""
     if problem := path_problem(text):
         raise UserError(f"{what}{shortened(text)}: {problem}")

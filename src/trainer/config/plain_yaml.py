@@ -23,10 +23,10 @@ class Limit(yaml.MarkedYAMLError):
 
 
 def read_text(path: Path) -> str:
-    """Returns the text of a file of keys.
+    """Returns the text of a YAML file.
 
     Raises:
-      OSError: it cannot be read.
+      OSError: the file cannot be read.
       UnicodeDecodeError: it is not UTF-8.
       Limit: it is too long.
     """
@@ -56,10 +56,10 @@ def flatten(node: yaml.MappingNode) -> None:
 
 
 def construct(node: yaml.Node) -> Any:
-    """Returns `node`, from `compose`, as null, true, false, numbers, text, lists and dicts.
+    """Returns the value of `node` (from `compose`): None, a bool, a number, text, a list or a dict.
 
     Raises:
-      ValueError: a node has another tag, such as a date, or a value that does not fit its tag.
+      ValueError: a node has the tag of another type, such as a date, or a value that does not fit its tag.
     """
     for child in _walk(node):
         if child.tag not in _PLAIN_TAGS or (isinstance(child, yaml.ScalarNode) and not _fits(child)):
@@ -73,11 +73,12 @@ def construct(node: yaml.Node) -> Any:
 
 
 def check_tag(node: yaml.Node) -> None:
-    """Checks that `node` may be read from its text or its children.
+    """Checks that `node` has no explicit tag outside plain YAML, such as !!binary.
+
+    An implicit tag is allowed, for example the timestamp tag of 2001-01-01.
 
     Raises:
-      ValueError: it has an explicit tag outside plain YAML, such as !!binary. An implicit tag is allowed, for example
-        the timestamp tag of 2001-01-01.
+      ValueError: `node` has such an explicit tag.
     """
     if node.tag not in _PLAIN_TAGS and not (isinstance(node, yaml.ScalarNode) and _fits(node)):
         raise _not_plain(node)
@@ -96,7 +97,7 @@ def describe(error: yaml.YAMLError, where: str) -> str:
 
 
 def repeated_keys(node: yaml.MappingNode) -> dict[str, list[int]]:
-    """Returns the lines of each key that `node` gives more than once. Call it before `flatten`."""
+    """Returns the line numbers of each key that occurs more than once in `node`. Call it before `flatten`."""
     lines: dict[str, list[int]] = {}
     for key, _ in node.value:
         if isinstance(key, yaml.ScalarNode):
@@ -105,7 +106,7 @@ def repeated_keys(node: yaml.MappingNode) -> dict[str, list[int]]:
 
 
 def _check_limits(text: str) -> None:
-    """Computes the size and depth of the composed document from the parser's events, without building it."""
+    """Checks the size and depth of the document by the parser's events, without composing it."""
     anchors: dict[str | None, tuple[int, int] | None] = {}  # (length, depth) of each anchor; None while it is open
     open_nodes: list[tuple[str | None, int, int]] = []  # (anchor, length so far, depth so far)
 
@@ -146,7 +147,7 @@ def _check_limits(text: str) -> None:
 
 
 def _events(text: str) -> Iterator[yaml.Event]:
-    """Parses `text`. libyaml reads ahead, and since PyYAML 6.0.4 it has a nesting limit, which may apply first."""
+    """Yields the parser's events. libyaml's nesting limit (since PyYAML 6.0.4) may apply first: libyaml reads ahead."""
     try:
         yield from yaml.parse(text, Loader=LOADER)
     except yaml.MarkedYAMLError as error:

@@ -1,4 +1,4 @@
-"""Keys about data that a command takes from the folder at prepared_path, which trainer.prepare made."""
+"""The data keys that a command reads from the folder at prepared_path, made by trainer.prepare."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,9 +14,9 @@ from trainer.config.reader import Setting
 from trainer.config.saved import read_saved
 from trainer.config.schema import schema
 
-# Files of the folder: the keys, what it contains (written last), and a folder with the tokenizer's files.
+# In the folder: the keys, a description of its contents (written last), and a subfolder with the tokenizer's files.
 CONFIG, MANIFEST, TOKENIZER = "config.yml", "prepared.json", "tokenizer"
-# The keys that determine the rows. With prepared_path, they have the folder's values.
+# Keys that determine the rows and that training needs. prepared_path sets them to the folder's values.
 _KEYS = (
     *(key for keys in OWN_KEYS.values() for key in keys),
     *("dataset_type", "train_split", "train_data_columns", "eval_data_columns", "tokenize_train_data"),
@@ -25,17 +25,19 @@ _KEYS = (
     *("prepare_part_mib", "dpo_max_prompt_length"),
 )
 _TEMPLATES = ("chat_template", "chat_template_path", "formatting_func_path", "formatting_func_kwargs")
-# All keys that determine the rows. Training needs the first ones, and the template, which is in the tokenizer's files.
+# All keys that determine the rows. Training reads the template from the tokenizer's files, and needs no filters.
 DETERMINING = (*_KEYS, *_TEMPLATES, *FILTERS)
 
 
 def of_prepared(
     place: str, known: Mapping[str, Setting], given: Mapping[str, Setting]
 ) -> tuple[dict[str, Setting], list[str]]:
-    """Returns the settings of the folder `place`, and one line for each key that contradicts them.
+    """Returns the settings that the folder `place` determines, and an error for each key that contradicts them.
 
     Args:
-      known: the settings of all keys; `given`: those that the user gives.
+      place: the value of prepared_path.
+      known: the settings of all keys.
+      given: the settings that the user gave.
 
     Raises:
       UserError: the folder cannot be read.
@@ -64,18 +66,18 @@ def saved_keys(place: str) -> dict[str, Any]:
     folder = local_path(place, "prepared_path=")
     if not (folder / MANIFEST).is_file():
         raise UserError(
-            f"prepared_path={place}: it has no {MANIFEST}, so trainer.prepare has not made it, or not completed it: "
-            "repeat that command"
+            f"prepared_path={place}: the folder has no {MANIFEST}, so trainer.prepare did not complete it; run "
+            "trainer.prepare again"
         )
     return keys_in(folder)
 
 
 def keys_in(folder: Path) -> dict[str, Any]:
-    """Returns the keys in CONFIG of a folder, which may be incomplete. Raises UserError if they cannot be read."""
+    """Returns the keys in a folder's CONFIG, even if the folder is incomplete. Raises UserError if it is unreadable."""
     try:
         with (folder / CONFIG).open("rb") as file:
             text = file.read(JSON_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{folder / CONFIG} cannot be read: {error}") from error
-    # An earlier version may have had fewer keys.
+    # A folder from an earlier version may lack keys.
     return {name: key.default for name, key in schema().keys.items()} | read_saved(text, str(folder / CONFIG))

@@ -33,7 +33,7 @@ class Reader:
     _suggested: int = 0
 
     def nearest_key(self, name: str) -> str:
-        """See `nearest`. A search takes milliseconds, so there are only as many as messages fit on a screen."""
+        """Returns the end of a message, see `nearest`; "" after SCREEN_LINES searches, which take milliseconds each."""
         self._suggested += 1
         if self._suggested > SCREEN_LINES:
             return ""
@@ -72,7 +72,7 @@ class Reader:
         return self.setting(entry.name, entry.given, entry.where, functools.partial(read_node, node=entry.node))
 
     def file(self, file: YmlFile) -> dict[str, Setting]:
-        """Returns the settings of a file; for a root file, only those that differ from the base.yml that it copies."""
+        """Returns the settings of a file; for a copy of base.yml (ours or MaxText's), only the changed ones."""
         settings: dict[str, Setting] = {}
         entries: Sequence[Entry] = file.entries
         if file.is_maxtext:
@@ -85,7 +85,7 @@ class Reader:
         return {name: setting for name, setting in settings.items() if setting.value != self.schema.keys[name].default}
 
     def _foreign(self, name: str, given: str, shown: str, read: Callable[[Key], Any]) -> None:
-        """Handles a key that is not in base.yml: one of MaxText's, or an unknown one."""
+        """Handles a key that is not in base.yml: a key of MaxText or an unknown key."""
         verdict = verdicts.find(name)
         if verdict is None and (name in GROUPS or verdicts.is_prefix(name)):
             self.mistakes.append(f"{shown}: a group of MaxText's keys; give them individually, {name}.KEY=VALUE")
@@ -99,7 +99,7 @@ class Reader:
 
 
 def merge(below: dict[str, Setting], above: dict[str, Setting]) -> dict[str, Setting]:
-    """Returns `below` overridden by `above`. logical_axis_rules are overridden by name."""
+    """Returns `below` overridden by `above`. In logical_axis_rules, only rules of the same name are overridden."""
     merged = below | above
     if "logical_axis_rules" in below and "logical_axis_rules" in above:
         rules = merge_rules(below["logical_axis_rules"].value, above["logical_axis_rules"].value)

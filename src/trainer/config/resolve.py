@@ -1,4 +1,4 @@
-"""Stage 2: fills in values that depend on the devices, and checks values that depend on the mesh."""
+"""Stage 2, after `load`: fills in values that depend on the devices, and checks values that depend on the mesh."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -51,13 +51,13 @@ def resolved(
     num_slices: int | None = None,
     capability: Capability | None = None,
 ) -> Values:
-    """Returns the values of `resolve`, not frozen, in a tenth of the time, for checks of many configurations.
+    """Like `resolve`, but returns mutable values, in a tenth of the time, for checks of many configurations.
 
     `num_slices`: the number of slices; None for devices without slices (see `mesh_sizes.fill_mesh`). `capability`: the
-    lowest compute capability of GPUs of NVIDIA; None if it is not known.
+    lowest compute capability of the NVIDIA GPUs; None if unknown.
 
     Raises:
-      UserError: lists all errors of the stage, one line each.
+      UserError: lists all errors, one line each.
     """
     values = Values({name: frozen(value) for name, value in config.items()})
     _fill(values, platform)
@@ -87,7 +87,7 @@ def _wrong_tiles(values: Config) -> list[str]:
 def _other_hardware(hardware: str, platform: str) -> list[str]:
     if not hardware or hardware.partition("_")[0] == platform:
         return []
-    return [f"hardware={hardware}: the devices are {platform}; leave it out, JAX_PLATFORMS selects the platform"]
+    return [f"hardware={hardware}: the devices are {platform}; leave it out; JAX_PLATFORMS selects the platform"]
 
 
 def _misfits(values: Config, checks: Iterable[tuple[Collection[str], Callable[[Any], Any]]]) -> list[str]:
@@ -97,13 +97,13 @@ def _misfits(values: Config, checks: Iterable[tuple[Collection[str], Callable[[A
 
 
 def _shown(key: str, value: Any) -> str:
-    if isinstance(value, tuple):  # not all rules
+    if isinstance(value, tuple):  # such as logical_axis_rules, too long for a message
         return key
     return f"{key}={str(value).lower() if isinstance(value, bool) else value}"
 
 
 def frozen(value: Any) -> Any:
-    """Returns lists as tuples, so that resolving a configuration again gives an equal one."""
+    """Returns `value` with its lists as tuples, so that resolving a configuration again returns an equal one."""
     return tuple(frozen(item) for item in value) if isinstance(value, list | tuple) else value
 
 
@@ -128,13 +128,13 @@ def _fill(values: Config, platform: str) -> None:
 
 
 def _indivisible(values: Config, mesh: Mapping[str, int]) -> list[str]:
-    """Returns one line for each length that is not divisible by the mesh axes of its rules."""
+    """Returns one line for each length that the mesh axes of its rules cannot split evenly."""
     blocked: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     rules = make_rules(values.logical_axis_rules)
     tensors = tensors_of(values)
     named = {name for names in tensors.values() for name in names}
     sized = [(name, dimension(name, values)) for name in DIMENSIONS if name in named]
-    if splits_rows(values):  # one of the checks of `context_keys` is about tokens
+    if splits_rows(values):  # a check of `context_keys` covers the tokens of a row
         sized = [(name, key) for name, key in sized if key != "max_target_length"]
     if values.mtp_num_layers:
         sized.append(PROJECTED)
@@ -146,7 +146,7 @@ def _indivisible(values: Config, mesh: Mapping[str, int]) -> list[str]:
         size, parts = values[key], _product(mesh, axes)
         fitting = multiples_around(size, parts)
         if (names[0], key) == PROJECTED:
-            where = f"the projection of a module of multi-token prediction [embed {2 * size}, mlp {size}]"
+            where = f"the projection of a multi-token prediction module [embed {2 * size}, mlp {size}]"
         else:
             tensor, axis_names = next((tensor, all_of) for tensor, all_of in tensors.items() if names[0] in all_of)
             where = f"{tensor} {with_lengths(axis_names, values)}"
@@ -155,17 +155,17 @@ def _indivisible(values: Config, mesh: Mapping[str, int]) -> list[str]:
 
 
 def _uneven_rows(values: Config, mesh: Mapping[str, int]) -> list[str]:
-    """Returns one line for each batch size that does not give all shards, of microbatches if any, equal whole rows."""
+    """Returns one line for each batch size that does not split into equally many rows per shard and microbatch."""
     keys = ["per_device_batch_size"]
     if values.eval_interval > 0 and values.eval_per_device_batch_size % values.per_device_batch_size:
         keys.append("eval_per_device_batch_size")
-    # The rows of an island are sharded by the rule.
+    # Rows are split over DiLoCo's islands, then by the rule.
     axes = ("diloco", *make_rules(values.logical_axis_rules)["activation_batch"])
     devices, count = math.prod(mesh.values()), microbatches(values)
     if count % stages(values):
         count = 1  # the checks of `pipeline_keys` report it
     else:
-        axes = tuple(axis for axis in axes if axis != STAGE)  # the stages have different microbatches
+        axes = tuple(axis for axis in axes if axis != STAGE)  # the stages process different microbatches at a time
     parts, batches = count * _product(mesh, axes), {key: values[key] * devices for key in keys}
     others = _other_counts(values, count, parts // count, batches.values()) if count > 1 else ""
     lines = []
@@ -186,8 +186,8 @@ def _is_whole(rows: float) -> bool:
 
 
 def _other_counts(values: Config, count: int, shards: int, batches: Collection[float]) -> str:
-    """Returns the nearest numbers of a pipeline's microbatches that divide all `batches` into whole rows of each of the
-    `shards`, in words; "" if there are none."""
+    """Returns the end of a message: the nearest numbers of pipeline microbatches that divide all `batches` into whole
+    rows for each of the `shards`; "" if there are none."""
     step = stages(values) * shards
     if not all(_is_whole(rows) and rows <= INT32_MAX and round(rows) % step == 0 for rows in batches):
         return ""
@@ -197,8 +197,8 @@ def _other_counts(values: Config, count: int, shards: int, batches: Collection[f
 
 
 def _split(mesh: Mapping[str, int], axes: tuple[str, ...], names: list[str], count: int = 1) -> str:
-    """Returns how a rule shards a length, in words: `fsdp 4 x tensor 2 = 8 by the rule of embed`. `count`: of the
-    pipeline's microbatches, in each of which it does."""
+    """Returns how a rule shards a length, in words: `fsdp 4 x tensor 2 = 8 by the rule of embed`. `count`: the
+    number of pipeline microbatches, each of which is sharded."""
     splitting = [f"{axis} {mesh[axis]}" for axis in axes if mesh[axis] > 1]
     by_rule = f" by the rule of {' and '.join(names)}"
     if count > 1:

@@ -29,23 +29,23 @@ def check_resume(saved: Mapping[str, Any], config: Config, schedule_given: bool,
     Args:
       saved: the keys of a config.yml. If a key is missing, it was added to base.yml later; its default is the old
         behaviour.
-      config: resolved.
+      config: the resolved configuration of the command.
       schedule_given: whether the command gives `learning_rate_schedule_steps`.
       where: the checkpoint, for the message.
 
     Raises:
-      UserError: a key differs that must not differ; the message has the old and new values.
+      UserError: a key that must not change has changed; the message has the old and new values.
     """
     before = _with_defaults(saved)
     differing = [name for name in schema().keys if before[name] != frozen(config[name])]
     allowed = MAY_CHANGE.union(UPDATE) if config.reset_optimizer else MAY_CHANGE
     if config.enable_lora or has_reference(config):
-        allowed = allowed.union(["load_parameters_path"])  # base and reference are verified with the checkpoint
+        allowed = allowed.union(["load_parameters_path"])  # loading the checkpoint verifies the base and the reference
     if config.use_distill:
-        # The teacher is, too; its tokenizer by the data's fingerprint, and saved logits by the position in the data.
+        # Verified elsewhere: the teacher when it is loaded, its tokenizer and saved logits with the data position.
         allowed = allowed.union(["teacher_path", "tokenizer_path", "teacher_logits_path"])
     if _rows_split(before) != _rows_split(config):
-        allowed = allowed.union(["attention"])  # few kernels support each strategy
+        allowed = allowed.union(["attention"])  # each context_parallel_strategy supports only a few kernels
     if not has_dropout(before) and not has_dropout(config):
         allowed = allowed.union(["enable_dropout"])
     if config.prepared_path or before.prepared_path:
@@ -80,15 +80,15 @@ def check_resume(saved: Mapping[str, Any], config: Config, schedule_given: bool,
 
 
 def another_update(saved: Mapping[str, Any], config: Config) -> str:
-    """Returns a line if a run changes the update keys of `saved`, the configuration of its initial state; else ""."""
+    """Returns a line with the update keys that differ from `saved`, the configuration of the initial state, or ""."""
     before = _with_defaults(saved)
     changes = ", ".join(_change(before, config, name) for name in UPDATE if before[name] != frozen(config[name]))
-    return changes and f"its updates were made with other keys (old -> new): {changes}"
+    return changes and f"its updates were made with other settings (old -> new): {changes}"
 
 
 def another_program(saved: Mapping[str, Any], config: Config) -> str:
-    """Returns a line if a checkpoint with the configuration `saved` resumes with a different program for the same math,
-    which may round differently; "" if the program is the same."""
+    """Returns a warning if resuming from a checkpoint with the configuration `saved` runs a different program for the
+    same math, which may round differently; "" if the program is the same."""
     before = _with_defaults(saved)
     names = (*keys_of(Resume.LAYOUT), *BATCH, "attention")
     changed = [name for name in names if before[name] != frozen(config[name])]
@@ -97,13 +97,15 @@ def another_program(saved: Mapping[str, Any], config: Config) -> str:
 
 
 def check_islands(saved: Mapping[str, Any], config: Config, where: str) -> None:
-    """Refuses a checkpoint with another number of DiLoCo islands. If islands take over fragments late, also refuses
-    another synchronization schedule, because a fragment in flight would never arrive.
+    """Checks that the number of DiLoCo islands equals the checkpoint's.
+
+    If islands take over fragments some steps after their synchronization, the synchronization schedule must also be the
+    same. Otherwise a fragment in flight would never arrive.
 
     Args: see `check_resume`.
 
     Raises:
-      UserError: names both numbers, or the keys that differ.
+      UserError: names both numbers, or the changed keys.
     """
     before = _with_defaults(saved)
     if not (before.enable_diloco and config.enable_diloco):
@@ -114,8 +116,8 @@ def check_islands(saved: Mapping[str, Any], config: Config, where: str) -> None:
     changes = ", ".join(_change(before, config, name) for name in TIMETABLE if before[name] != config[name])
     if late and changes:
         raise UserError(
-            f"{where}: its islands may not have taken over the last fragment yet, and with another schedule they "
-            f"never would, {changes}: use the old values, or continue with {_RESET}"
+            f"{where}: its islands may not have taken over the last synchronized fragment yet, and never would with "
+            f"another schedule ({changes}): use the old values, or continue with {_RESET}"
         )
 
 
@@ -125,7 +127,7 @@ def _rows_split(config: Config) -> tuple[int, str]:
 
 
 def islands_of(saved: Mapping[str, Any]) -> int:
-    """Returns the number of DiLoCo's islands in a checkpoint with the configuration `saved`; 0 without DiLoCo."""
+    """Returns the number of DiLoCo islands in a checkpoint with the configuration `saved`; 0 without DiLoCo."""
     before = _with_defaults(saved)
     return islands(before) if before.enable_diloco else 0
 
@@ -143,7 +145,7 @@ def check_optimizer(saved: Mapping[str, Any], config: Config, where: str) -> Non
     Args: see `check_resume`.
 
     Raises:
-      UserError: names both.
+      UserError: names both types.
     """
     theirs = _with_defaults(saved).opt_type
     if theirs != config.opt_type:
@@ -154,10 +156,10 @@ def check_optimizer(saved: Mapping[str, Any], config: Config, where: str) -> Non
 
 
 def resets(saved: Mapping[str, Any], config: Config) -> bool:
-    """Returns whether `reset_optimizer` applies to a run's own checkpoint with the configuration `saved`.
+    """Returns whether `reset_optimizer` applies to a run's own checkpoint, which has the configuration `saved`.
 
-    It does not apply if the checkpoint was saved with that key and the same optimizer. So repeating the same command
-    resumes the run.
+    It does not apply if the checkpoint was already saved with `reset_optimizer` and the same update keys. So repeating
+    a command resumes the run.
     """
     before = _with_defaults(saved)
     again = before.reset_optimizer and all(before[name] == frozen(config[name]) for name in UPDATE)

@@ -42,7 +42,7 @@ def with_lengths(names: Iterable[str], config: Config) -> str:
 
 
 def collisions(config: Config) -> list[str]:
-    """Returns one message for each two axes of one tensor that the rules of `config` shard over the same mesh axis."""
+    """Returns one message for each pair of axes of a tensor that the rules shard over the same mesh axis."""
     axes = make_rules(config.logical_axis_rules)
     messages: dict[tuple[frozenset[str], str], str] = {}
     for tensor, names in tensors_of(config).items():

@@ -13,9 +13,14 @@ _MOST_LINES = 12  # the maximum number of lines in a message
 
 
 def read_saved(text: str, where: str) -> dict[str, Any]:
-    """Returns the keys of base.yml in `text`. Every value must be allowed by base.yml. Other keys are left out.
-    `where`: the file, for messages. Raises UserError if the text is not YAML, exceeds the limits of `plain_yaml`, or
-    has values that are not allowed (lists all)."""
+    """Returns the values of base.yml's keys in `text`. Ignores other keys.
+
+    Args:
+      where: the file, for messages.
+
+    Raises:
+      UserError: the text is not YAML, exceeds a limit of `plain_yaml`, or has values that base.yml does not allow.
+    """
     try:
         node = compose(text)
     except yaml.YAMLError as error:

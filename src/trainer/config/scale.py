@@ -6,7 +6,7 @@ from trainer.config.reader import Setting
 
 
 def factors(scale: int) -> dict[str, int]:
-    """Returns the factor of each size that multiplies the number of parameters by `scale`, a power of two.
+    """Returns the factor for each size that scales the number of parameters by about `scale`, a power of two.
 
     With log2(scale) = 3 a + r: 2^a for layers, 2^(a + [r > 0]) for heads and MLP, 2^(a + [r > 1]) for the width, as in
     MaxText. `head_dim` and `vocab_size` do not change.
@@ -27,7 +27,7 @@ def scaled(values: dict[str, Setting]) -> dict[str, Setting]:
     """Returns the settings with the sizes multiplied according to `global_parameter_scale`, and that key set to 1.
 
     Only this function applies the scale. Everything that reads a size later, including a run's config.yml, gets the
-    scaled size. A scale that is not a power of two is left unchanged, and `problem` reports it.
+    scaled size. Nothing changes if the scale is not a power of two; `problem` reports it.
     """
     scale = values["global_parameter_scale"]
     if scale.value == 1 or not is_power_of_two(scale.value):
@@ -43,7 +43,7 @@ def scaled(values: dict[str, Setting]) -> dict[str, Setting]:
 
 
 def growth(values: dict[str, Setting], sized: dict[str, Setting]) -> list[str]:
-    """Returns one line that lists the sizes that `scaled` changed."""
+    """Returns one line with the sizes that `scaled` changed, if any."""
     if sized is values:
         return []
     sizes = [
@@ -60,7 +60,7 @@ def is_power_of_two(scale: int) -> bool:
 
 
 def problem(config: Config) -> str | None:
-    """Returns why the scale cannot be applied, or None. The scale is 1 after the sizes are scaled."""
+    """Returns why `scaled` did not apply the scale, or None. After applying it, the scale is 1."""
     scale = config.global_parameter_scale
     if is_power_of_two(scale):
         return None

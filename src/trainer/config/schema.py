@@ -1,4 +1,4 @@
-"""The schema, parsed from base.yml. The head of that file describes the comments that restrict a key."""
+"""The schema, parsed from base.yml. The first lines of that file describe the comments that restrict a key."""
 
 import functools
 import math
@@ -32,7 +32,7 @@ _RANGE = re.compile(r"in (?P<open>[\[(])(?P<low>\S+), (?P<high>\S+)(?P<close>[\]
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers between `low` and `high`, with or without the ends, and the values `extras`."""
+    """The numbers between `low` and `high`, with or without the ends, and the additional values `extras`."""
 
     low: float
     high: float
@@ -153,11 +153,11 @@ def _key(name: str, default: Any, form: str, section: str, doc: str) -> Key:
         kind = _TYPES[form.removesuffix(_OR_NONE)]
         narrowed["optional"] = True
     elif form:
-        raise ValueError(f"base.yml: {name}: {form!r} is none of the forms that the head of the file describes")
+        raise ValueError(f"base.yml: {name}: {form!r} is none of the forms that the first lines of the file describe")
     if kind is list and "item" not in narrowed:
-        raise ValueError(f"base.yml: {name}: a list needs a comment that says what it holds")
+        raise ValueError(f"base.yml: {name}: a list needs a comment with the type of its items")
     if kind not in _TYPE_WORDS:
-        raise ValueError(f"base.yml: {name}: the default {default!r} has no type that a key may have")
+        raise ValueError(f"base.yml: {name}: the type of the default {default!r} is not supported")
     key = Key(name, default, kind, section, doc, **narrowed)
     if not key.accepts(default):
         raise ValueError(f"base.yml: {name}: the default {default!r} is not allowed: {key.allowed}")
@@ -171,7 +171,7 @@ def _item_of(form: str) -> str:
 
 def _range(name: str, kind: type, match: re.Match[str]) -> Range:
     if kind not in (int, float):
-        raise ValueError(f"base.yml: {name}: a range needs a number, the default is a {kind.__name__}")
+        raise ValueError(f"base.yml: {name}: a range needs a number, but the default is a {kind.__name__}")
     low, high = float(match["low"]), float(match["high"])
     extras: Sequence[str] = match["extra"].split(",") if match["extra"] else ()
     if math.isnan(low) or not low <= high:
@@ -185,4 +185,4 @@ def _literal(name: str, kind: type, word: str) -> Any:
         return "" if word == '""' else word
     if kind in (int, float):
         return kind(word)
-    raise ValueError(f"base.yml: {name}: a choice needs text or a number, the default is a {kind.__name__}")
+    raise ValueError(f"base.yml: {name}: a choice needs text or a number, but the default is a {kind.__name__}")

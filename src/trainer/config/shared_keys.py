@@ -9,7 +9,7 @@ from trainer.config.flags import FLAGS
 from trainer.config.keys import Config
 from trainer.config.schema import schema
 
-# The keys for which the teacher has the student's values: they share the mesh and the rows.
+# The teacher uses the student's values of these keys, because both models share the mesh and the rows.
 SHARED = (
     *FLAGS,
     "enable_diloco",
@@ -24,10 +24,10 @@ SHARED = (
 
 
 def teacher_values(config: Config) -> dict[str, Any]:
-    """Returns the teacher's keys, not resolved. `config`: the student's, resolved, with all keys of the teacher's model
-    in teacher_overrides (`weights.teacher_files`)."""
+    """Returns the teacher's configuration, not yet resolved. `config`: the student's resolved configuration, with all
+    keys of the teacher's model in teacher_overrides (`weights.teacher_files`)."""
     overrides: Any = {name: value for name, value in config.teacher_overrides.items() if value != "auto"}
     dtype = overrides.get("dtype", config.dtype)
     values = {name: key.default for name, key in schema().keys.items()}
-    # No update needs a more precise dtype for the weights.
+    # The teacher is not updated, so its weights need no more precise dtype.
     return values | {"dtype": dtype, "weight_dtype": dtype} | overrides | {name: config[name] for name in SHARED}

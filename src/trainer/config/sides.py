@@ -1,8 +1,8 @@
 """Reads several configurations from one command line.
 
-`key=value` is for all sides, `left.key=value` and `right.key=value` for one. `left=NAME` and `right=NAME` set the three
-flags of that combination. `right=NAME,NAME` and `right=all` make several right sides, and each is compared with the
-left side.
+`key=value` applies to all sides, `left.key=value` and `right.key=value` to one. `left=NAME` and `right=NAME` set the
+three flags of the combination NAME. `right=NAME,NAME` and `right=all` make several right sides, and each is compared
+with the left side.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,7 @@ LEFT, RIGHT, ALL = "left", "right", "all"
 
 @dataclass(frozen=True)
 class Side:
-    """One configuration of a command line. `name` identifies it; `words` are the words for only this side."""
+    """One configuration of a command line. `name` identifies it; `words` are the words that apply only to this side."""
 
     name: str
     words: tuple[str, ...]
@@ -36,9 +36,9 @@ class Side:
 def load_sides(
     argv: Sequence[str], environment: Mapping[str, str] | None = None, models: ModelReader = lambda sides: Begun.end
 ) -> list[Side]:
-    """Returns the left side, then the right sides in their order; one side with the name "" if no word names one.
+    """Returns the left side, then the right sides in order; one side with the name "" if no word names a side.
 
-    Within a side, later words override earlier ones, and its words override those for all sides. `environment`: see
+    Words for one side override words for all sides; otherwise, later words override earlier ones. `environment`: see
     `load`. `models`: reads the models at load_parameters_path, see `begin`; by default, none is read.
 
     Raises:
@@ -75,8 +75,8 @@ def load_sides(
 def load_against(
     left: Side, given: Mapping[str, Any], argv: Sequence[str], environment: Mapping[str, str] | None = None
 ) -> list[Side]:
-    """Returns the recorded side `left`, then the right sides of the command line. Each of these begins with the keys
-    that were given for the recorded side, `given`.
+    """Returns the recorded side `left`, then the right sides of the command line. Each right side starts from `given`,
+    the keys that were given for the recorded side.
 
     Raises:
       UserError: the errors of the first side that has any; words for the left side; another yml than base.yml; or code
@@ -86,10 +86,10 @@ def load_against(
     yml, shared = (shared[0], shared[1:]) if shared and "=" not in shared[0] else ("base.yml", shared)
     if lefts or LEFT in names:
         raise UserError(
-            f"{left.name} is the left side, as it was recorded; give other keys to the right: right.KEY=VALUE"
+            f"{left.name} is the left side, which is recorded and fixed; give other keys to the right: right.KEY=VALUE"
         )
     if yml != "base.yml":
-        raise UserError(f"{left.name} has a configuration of its own; give what differs as key=value instead of {yml}")
+        raise UserError(f"{left.name} already has a configuration; give differences as key=value instead of {yml}")
     if code := code_of_checkpoint(given, [word.partition("=")[0] for word in (*shared, *right)], left.name):
         raise UserError("\n  ".join(code))
     rights = names.get(RIGHT, [""])
@@ -108,7 +108,7 @@ def differences(sides: Sequence[Side]) -> dict[str, list[str]]:
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str], list[str], dict[str, list[str]]]:
-    """Returns the words for all sides, for the left and for the right, and the combinations given for a side."""
+    """Returns the words for all sides, for the left and for the right, and each side's combinations."""
     shared: list[str] = []
     own: dict[str, list[str]] = {LEFT: [], RIGHT: []}
     names: dict[str, list[str]] = {}
@@ -129,8 +129,8 @@ def _combinations(word: str, text: str) -> list[str]:
     for name in names:
         if name not in COMBINATIONS and names != [ALL]:
             raise UserError(
-                f"{word}: there is no combination {name}; allowed: {', '.join(COMBINATIONS)}, for right= several "
-                f"separated by commas, or right={ALL}{nearest(name, COMBINATIONS)}"
+                f"{word}: there is no combination {name}; allowed: {', '.join(COMBINATIONS)}; right= also takes "
+                f"several, separated by commas, or {ALL}{nearest(name, COMBINATIONS)}"
             )
     if names == [ALL] and word.startswith(LEFT):
         raise UserError(f"{word}: give one combination; right={ALL} compares all others with it")
@@ -142,7 +142,7 @@ def _flag_words(name: str) -> list[str]:
 
 
 def _of_side(side: str, fn: Callable[..., T], *args: Any, **keys: Any) -> T:
-    """Returns `fn(*args, **keys)`. Messages of errors begin with `side`."""
+    """Returns `fn(*args, **keys)`. Prefixes error messages with `side`."""
     try:
         return fn(*args, **keys)
     except UserError as error:

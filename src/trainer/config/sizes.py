@@ -9,7 +9,7 @@ from trainer.config.rules import with_lengths
 from trainer.config.schema import INT32_MAX
 from trainer.config.tensors import dimension, tensors_of
 
-# Elements of one array over all devices. The largest published models have 2^38 elements; XLA's byte sizes end at 2^63.
+# Elements of one array over all devices. Published models have up to 2^38; XLA's byte sizes end at 2^63.
 MAX_ENTRIES = 2**46
 BYTES = {"float32": 4, "bfloat16": 2}
 _BYTES_OF_TOKEN = 5 * 4  # in a batch: the int32 arrays [rows, length] that every objective needs
@@ -21,13 +21,13 @@ def too_large(values: Config) -> list[str]:
 
 
 def least_bytes(config: Config) -> int:
-    """Returns a lower bound on the bytes that training takes on all devices together.
+    """Returns a lower bound on the memory that training needs on all devices together, in bytes.
 
     Counts parameters, optimizer state, the batch of an update and the hidden states of one microbatch, as if nothing
     were replicated. Leaves out host memory, and tensors that are not in `tensors_of`.
 
     Args:
-      config: resolved.
+      config: a resolved configuration.
     """
     parameters = sum(math.prod(_lengths(config, names)) for names in _parameters(config).values())
     each = 0 if config.parameter_memory_host_offload else BYTES[config.weight_dtype]

@@ -58,13 +58,13 @@ DIMENSIONS = {
     "activation_mlp": "base_mlp_dim",
     "activation_vocab": "vocab_size",
 }
-# In the projection of a module of multi-token prediction, [embed, mlp], the second axis has another length.
+# In a multi-token prediction module, the axis mlp of the projection [embed, mlp] has the length of this key.
 PROJECTED = ("mlp", "base_emb_dim")
 
 
 def of_blocks(config: Config) -> dict[str, Axes]:
-    """`Facts.tensors` of a family with blocks like Llama's: with an MLP, with experts, or with experts in some layers
-    and an MLP in the others."""
+    """Returns `Facts.tensors` of a family with blocks like Llama's: with MLP tensors, expert tensors, or neither if
+    only some layers have experts."""
     if not some_experts(config):
         return TENSORS
     outside = {name: axes for name, axes in TENSORS.items() if name not in _OF_MLP}
@@ -82,7 +82,7 @@ def tensors_of(config: Config) -> Mapping[str, Axes]:
     tensors = (facts and facts.tensors(config)) or {name: TENSORS[name] for name in EVERY_MODEL}
     if unknown := [name for axes in tensors.values() for name in axes if name not in (*DIMENSIONS, "activation_batch")]:
         why = f"the length of the axis {unknown[0]} is not known without JAX{nearest(unknown[0], DIMENSIONS)}"
-        raise UserError(f"decoder_block={config.decoder_block}: Facts.tensors: {why}; leave out tensors with it")
+        raise UserError(f"decoder_block={config.decoder_block}: Facts.tensors: {why}; leave out tensors with this axis")
     return tensors
 
 

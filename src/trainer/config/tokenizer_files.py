@@ -14,13 +14,13 @@ TOKENIZER_CONFIG, SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.
 TEMPLATE_FILE, TEMPLATES = "chat_template.jinja", "additional_chat_templates"  # a file, and a folder of NAME.jinja
 WITH_TOOLS = "tool_use"  # the name of the template for conversations with tools
 GGUF = ".gguf"  # a file that contains a tokenizer in addition to weights
-# Names in transformers and sentencepiece: of vocabularies, and of files that may accompany any of them.
+# File names of transformers and sentencepiece: vocabularies, and files that may accompany any vocabulary.
 VOCABULARIES = (*TOKENIZER_FILES.values(), "vocab.json", "merges.txt", "added_tokens.json")
 SETTINGS = (TOKENIZER_CONFIG, SPECIAL_TOKENS, TEMPLATE_FILE, "chat_template.json", TEMPLATES)
 
 
 def tokenizer_parts(folder: Any) -> list[str]:
-    """Returns the paths in `folder`, which is on this machine or in a bucket, of the files of its tokenizer."""
+    """Returns the paths of the tokenizer's files relative to `folder`, which may be local or in a bucket."""
     names = [name for name in (*VOCABULARIES, *SETTINGS) if (folder / name).is_file()]
     templates = folder / TEMPLATES
     named = sorted(path.name for path in templates.glob("*.jinja")) if templates.is_dir() else []
@@ -38,9 +38,9 @@ def is_gguf(path: Any) -> bool:
 
 
 def has_tokenizer(folder: Path, kind: str) -> bool:
-    """Returns whether tokenizer_path may name `folder`, or a GGUF file. `kind` is tokenizer_type."""
+    """Returns whether `folder`, or a GGUF file, is a valid tokenizer_path for the tokenizer_type `kind`."""
     if is_gguf(folder):
-        return kind in ("auto", "huggingface")  # its tokenizer is read as a tokenizer.json
+        return kind in ("auto", "huggingface")  # its tokenizer is converted to a tokenizer.json
     names = [TOKENIZER_FILES[kind]] if kind in TOKENIZER_FILES else [*TOKENIZER_FILES.values()]
     if any((folder / name).is_file() for name in names):
         return True

@@ -1,7 +1,7 @@
-"""Topologies by the names that `compile_topology` accepts, as data. `trainer.aot` compiles for them.
+"""The topologies that `compile_topology` can name. `trainer.aot` compiles for them.
 
 The names of TPUs are MaxText's: the number counts TensorCores for v4, v5p and tpu7x (two per chip), and chips for v5e
-and v6e. Those of GPUs count the GPUs of one host, which NVLink joins.
+and v6e. The number in the name of a GPU topology counts the GPUs of one host, which NVLink connects.
 """
 
 import math
@@ -68,17 +68,17 @@ SIMULATED = "cpu"  # cpu-N: N simulated CPU devices
 
 @dataclass(frozen=True)
 class Topology:
-    """One slice: of TPUs, the GPUs of one host, or simulated CPU devices. Only TPUs have `generation` and `shape`."""
+    """One slice: TPUs, the GPUs of one host, or simulated CPU devices. Only TPUs have `generation` and `shape`."""
 
     name: str
-    platform: str  # of its devices
+    platform: str  # cpu, gpu or tpu
     devices: int
     generation: Generation | None = None
     shape: tuple[int, ...] = ()  # chips along each dimension
 
     @property
     def kind(self) -> str:
-        """The part of its name before the number."""
+        """The part of the name before the number."""
         return self.name.partition("-")[0]
 
     @property

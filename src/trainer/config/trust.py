@@ -1,4 +1,4 @@
-"""Runs code that a folder names only if the command line names it, too (docs/guides/weights.md: what is trusted)."""
+"""Refuses code that a folder names unless the command line names it, too (docs/guides/weights.md, What is trusted)."""
 
 import os
 from collections.abc import Collection, Mapping, Sequence
@@ -24,9 +24,10 @@ def names_code(key: Key, value: Any) -> bool:
 def foreign_code(
     keys: Mapping[str, Key], config: Config, changed: Mapping[str, str], chain: Sequence[Path]
 ) -> list[str]:
-    """Returns a message for each key that names code in a yml of a folder that the command names, or in its parents.
+    """Returns a message for each key that names code and is set in an untrusted yml.
 
-    Such a yml may come from someone else. Any other yml is trusted, because the user named it.
+    A yml that belongs to a folder named by the command is untrusted, because it may come from someone else. Any other
+    yml is trusted, because the user named it.
 
     Args:
       changed: the source of each given key.
@@ -34,7 +35,7 @@ def foreign_code(
     """
     given = {name: config[name] for name in (*_STARTS, *_READ) if config[name] and "://" not in config[name]}
     paths = {name: Path(text).expanduser() for name, text in given.items() if not path_problem(text)}
-    # The parents of such a yml are untrusted, too: the folder chooses them.
+    # The parents of an untrusted yml are untrusted, too: the folder chooses them.
     first = next((i for i, yml in enumerate(chain) if any(_foreign(yml, *key) for key in paths.items())), len(chain))
     lines = []
     for name, where in changed.items():
@@ -47,7 +48,7 @@ def foreign_code(
 
 
 def _foreign(yml: Path, key: str, path: Path) -> bool:
-    """Returns whether `yml` belongs to the folder `path`, the value of `key`: is inside, or in a folder around it."""
+    """Returns whether `yml` belongs to the folder `path`, the value of `key`: is in it or in a folder around it."""
     here = Path.cwd()
     if key in _READ:  # a folder of data or of a tokenizer, unless it is the user's project
         root = path.resolve()

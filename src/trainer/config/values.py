@@ -18,7 +18,7 @@ _NULL_TAG = "tag:yaml.org,2002:null"
 def read_text(key: Key, text: str) -> Any:
     """Returns the value of `key=text` on a command line.
 
-    Text is taken verbatim, without enclosing YAML quotes. Lists and dicts are in YAML's flow style.
+    Text is returned verbatim, except that enclosing YAML quotes are removed. Lists and dicts are in YAML's flow style.
 
     Raises:
       ValueError: the text is not a value of the key's type; the message states the reason.
@@ -59,7 +59,7 @@ def read_node(key: Key, node: yaml.Node) -> Any:
 
 
 def check(key: Key, value: Any) -> str | None:
-    """Returns why `value`, which has the key's type, is not allowed; None if it is."""
+    """Returns why `value`, which has the key's type, is not allowed; None if it is allowed."""
     if key.accepts(value):
         return None
     return "not one of the choices" if key.choices else "out of range"

@@ -7,7 +7,7 @@ TRAINED_COLOUR, TRAINED_PLAIN = ("\x1b[1;32m", "\x1b[0m"), ("\u00ab", "\u00bb")
 
 
 def counted(number: int, one: str, many: str = "") -> str:
-    """Returns `number` with its noun: "1 step", "2,000 steps". `many` is the plural; default: `one` with an s."""
+    """Returns `number` with its noun: "1 step", "2,000 steps". `many`: the plural, by default `one` with an s."""
     return f"{number:,} {one if number == 1 else many or f'{one}s'}"
 
 
@@ -17,8 +17,8 @@ def sized(count: int) -> str:
 
 
 def visible(text: str, keep: str = "\n\t") -> str:
-    """Returns `text`, escaping characters that could control a terminal or that it cannot show: categories Cc (other
-    than `keep`) and Cs, line separators, and marks that reverse the direction of the text after them.
+    """Returns `text` with escapes for characters that could control a terminal or that it cannot show: categories Cc
+    (other than `keep`) and Cs, line separators, and marks that change the direction of the text after them.
 
     https://www.unicode.org/reports/tr9/#Directional_Formatting_Characters
     """

@@ -1,8 +1,8 @@
-"""Converts rows of Arrow tables to Python values, as they were before Arrow stored them.
+"""Converts rows of Arrow tables to the Python values that were originally stored.
 
-Arrow gives each struct the fields of all rows, and stores null in rows that lack a field. A null that was written is
-indistinguishable from such a null, so null fields are omitted in structs at any depth. JSON text and lists keep their
-nulls. A map becomes a dict of its keys and values, and text of the type JSON becomes its value.
+Arrow gives each struct the fields of all rows, and stores null in rows that lack a field. A null that the user wrote is
+indistinguishable from a missing field, so null fields are omitted in structs at any depth. JSON text and lists keep
+their nulls. A map becomes a dict, and a value of Arrow's JSON type is parsed.
 """
 
 import functools
@@ -12,7 +12,7 @@ from typing import Any
 from trainer.config.json_files import parsed
 
 _LISTS = "list", "large_list", "fixed_size_list", "list_view", "large_list_view"
-Restored = Callable[[Any], Any]  # converts a value of Arrow to the original value
+Restored = Callable[[Any], Any]  # converts an Arrow value to the original value
 
 
 def rows_of(table: Any) -> list[dict[str, Any]]:
@@ -27,7 +27,7 @@ def rows_of(table: Any) -> list[dict[str, Any]]:
 
 def restored_columns(schema: Any, *, json: bool = False) -> dict[str, Restored]:
     """Returns the columns of an Arrow schema that must be restored, each with a function that converts its values.
-    `json`: whether values of Arrow's type JSON are still text."""
+    `json`: whether values of Arrow's JSON type are still text."""
     return {field.name: found for field in schema if (found := _restored(field.type, json))}
 
 
@@ -53,7 +53,7 @@ def _restored(kind: Any, json: bool) -> Restored | None:
 
 
 def _struct(fields: Mapping[str, Restored | None], value: Any) -> Any:
-    if not isinstance(value, dict):  # null, or an object that `datasets` made from it
+    if not isinstance(value, dict):  # null, or an object that `datasets` converted
         return value
     present = {name: item for name, item in value.items() if item is not None}
     return {name: of_field(item) if (of_field := fields.get(name)) else item for name, item in present.items()}
@@ -73,7 +73,7 @@ def _json(value: Any) -> Any:
     try:
         return value if value is None else parsed(value)
     except ValueError as error:
-        raise pyarrow.ArrowInvalid(f"text of the type JSON: {error}") from error
+        raise pyarrow.ArrowInvalid(f"text of the JSON type: {error}") from error
 
 
 def _strings_as_bytes(table: Any) -> Any:

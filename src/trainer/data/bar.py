@@ -10,8 +10,8 @@ _INTERVAL = 10.0  # seconds between two lines if stderr is not a terminal
 
 
 class Bar:
-    """Shows progress from 0 to 1, with an ETA: as a bar if stderr is a terminal, otherwise as lines at intervals. It
-    runs in a thread, because a single document may take minutes."""
+    """Shows progress from 0 to 1, with an ETA: as a bar if stderr is a terminal, otherwise as lines at intervals.
+    Runs in a thread, because a single document may take minutes."""
 
     def __init__(self, say: Callable[[str], None], label: str):
         self._say, self._label, self._share, self._start = say, label, 0.0, 0.0
@@ -23,7 +23,7 @@ class Bar:
         self._share = share
 
     def start(self, share: float) -> None:
-        """Sets the share that was already done, which the ETA leaves out."""
+        """Sets the share that was done before the bar started. The speed, and so the ETA, excludes it."""
         self._share = self._start = share
 
     def _show(self) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from trainer.data.order import visited
 
 Batch = dict[str, np.ndarray]
-# The names of the arrays [rows, length] of a batch.
+# The arrays of a batch with shape [rows, length].
 FIELDS = ("inputs", "targets", "inputs_position", "inputs_segmentation", "targets_segmentation")
 
 

@@ -1,4 +1,4 @@
-"""Prepares parts with Apache Beam: in this process for tests, or on a cluster that shares the folders of the data."""
+"""Prepares parts with Apache Beam: in this process for tests, or on a cluster that shares the data folders."""
 
 import functools
 import shlex
@@ -7,18 +7,18 @@ from pathlib import Path
 
 from trainer.config.errors import UserError
 
-_ERROR = "error.txt"  # the message of a user's error on another machine
+_ERROR = "error.txt"  # the file with the message of a UserError on another machine
 Task = Callable[[int], object]
 
 
 def run(task: Task, parts: Sequence[int], options: str, folder: Path) -> None:
-    """Calls `task` for each of `parts` in a pipeline with Beam's `options`, as in `--runner=FlinkRunner`.
+    """Calls `task` for each of `parts` in a pipeline with Beam's `options`, such as `--runner=FlinkRunner`.
 
-    `task` must be picklable, and may be called again for a part, also at the same time. `folder` is shared with the
+    `task` must be picklable. It may be called several times for a part, even concurrently. `folder` is shared with the
     workers.
 
     Raises:
-      UserError: apache-beam is missing, does not know an option, or `task` raised this error.
+      UserError: apache-beam is missing or rejects an option, or `task` raised a UserError.
     """
     try:
         import apache_beam
@@ -40,5 +40,5 @@ def run(task: Task, parts: Sequence[int], options: str, folder: Path) -> None:
 def _call(task: Task, folder: Path, part: int) -> None:
     try:
         task(part)
-    except UserError as error:  # the same error would end each of Beam's attempts
+    except UserError as error:  # not raised: Beam would retry, only to get the same error
         (folder / _ERROR).write_text(str(error), encoding="utf-8")

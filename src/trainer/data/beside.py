@@ -1,4 +1,4 @@
-"""The files next to a tokenizer's file: special token names, and all files that an export copies."""
+"""Reads the files next to a tokenizer file: special token names, and all files that an export copies."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,16 +10,17 @@ from trainer.config.tokenizer_files import SPECIAL_TOKENS, TOKENIZER_CONFIG, VOC
 from trainer.runtime.folders import read_bounded
 
 EOT_TEXT = "<|endoftext|>"  # the special token of tokenizers that this trainer trains
-# The tokenizer_config.json of such tokenizers in earlier versions.
+# The tokenizer_config.json that earlier versions wrote for the tokenizers they trained.
 _OF_TRAINED = {"bos_token": EOT_TEXT, "eos_token": EOT_TEXT}
 
 
 class Beside(NamedTuple):
-    """
+    """The content of the files next to a tokenizer file.
+
     Attributes:
       names: the special tokens by role (bos_token, eos_token, ...).
-      begins: whether a text begins with bos_token, if the tokenizer itself does not define it; None if no file does.
-      files: the tokenizer's files, by their paths in its folder; {} for a tokenizer that was not read from files.
+      begins: whether texts begin with bos_token, for tokenizers that do not define it; None if no file defines it.
+      files: the tokenizer's files by path within its folder; {} for a tokenizer that was not read from files.
     """
 
     names: Mapping[str, str] = {}
@@ -55,7 +56,7 @@ def _names(given: Mapping[str, Any], path: Path) -> dict[str, str]:
         value = value.get("content") if isinstance(value, dict) else value
         if not isinstance(value, str | None) and name in ("bos_token", "eos_token"):
             raise UserError(
-                f"tokenizer_path: {path}: {name}={shown(given[name])}, not text, nor an object with content"
+                f"tokenizer_path: {path}: {name}={shown(given[name])}, neither text nor an object with content"
             )
         if isinstance(value, str):
             names[name] = value

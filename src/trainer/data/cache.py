@@ -17,8 +17,8 @@ from trainer.runtime.storage import user_cache
 
 Progress = Callable[[str], None]
 META = "meta.json"
-BEGUN_BY = "TRAINER_PREPARES"  # an environment variable of the processes that prepare
-HASHED = 1 << 30  # bytes; only folders up to this size are verified by reading them
+BEGUN_BY = "TRAINER_PREPARES"  # the environment variable that marks worker processes which prepare data
+HASHED = 1 << 30  # bytes; in larger folders only the sizes of files are verified
 
 
 def cache_root(data_cache_directory: str) -> Path:
@@ -31,16 +31,16 @@ def cache_root(data_cache_directory: str) -> Path:
 def ensure(
     folder: Path, build: Callable[[Path], dict[str, Any]], progress: Progress, *, continues: bool = False
 ) -> None:
-    """Makes `folder` unless it exists. `build(temporary folder)` writes its files and returns the dict META.
+    """Makes `folder` unless it exists. `build(temporary folder)` writes the files and returns the dict for META.
 
     The temporary folder is next to `folder` and is renamed to it at the end. If several processes call this, one builds
-    and the others wait. `continues`: whether `build` can start from the temporary folder of a process that was
+    and the others wait. `continues`: whether `build` can continue in the temporary folder of a process that was
     interrupted. Raises UserError if the files cannot be written.
     """
     temporary = folder.with_name(folder.name + ".tmp")
-    if BEGUN_BY in os.environ:  # the process that started this one waits for it and has the lock
+    if BEGUN_BY in os.environ:  # the parent process holds the lock and waits for this process
         raise UserError(
-            "a process that prepares data runs the program again, because the program lacks the guard "
+            "a worker that prepares data runs the program again, because the program lacks the guard "
             '`if __name__ == "__main__":`; add it, or set prepare_workers=1'
         )
     try:
@@ -49,13 +49,13 @@ def ensure(
             if folder.exists():
                 return
             if not continues:
-                # This process has the lock, so these are remnants of a process that died.
+                # This process holds the lock, so any files are from a process that died.
                 shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(exist_ok=True)
             try:
                 commit(temporary, folder, build(temporary))
             except BaseException as error:
-                # After a UserError the user changes the data or the keys, so that no run continues from this folder.
+                # After a UserError, the user changes the data or the keys, so no run would continue in this folder.
                 if not continues or (isinstance(error, UserError) and not isinstance(error, Unfinished)):
                     shutil.rmtree(temporary, ignore_errors=True)
                 raise
@@ -67,7 +67,7 @@ def ensure(
 
 
 def commit(temporary: Path, folder: Path, meta: dict[str, Any]) -> None:
-    """Adds META, with checksums of all files, to a folder, and gives the folder its name."""
+    """Writes META, with checksums of all files, to the folder `temporary`, and renames it to `folder`."""
     described = meta | {"files": _describe(temporary, _files(temporary))}
     (temporary / META).write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
     temporary.rename(folder)

@@ -10,7 +10,7 @@ from trainer.config.tokenizer_files import TEMPLATE_FILE, TEMPLATES, TOKENIZER_C
 from trainer.runtime.folders import read_bounded
 
 _KEY, _DEFAULT = "chat_template", "default"
-_REMEDY = "name the file of a template with chat_template_path"
+_REMEDY = "set chat_template_path to a template file"
 
 
 class ChatTemplate(NamedTuple):
@@ -23,10 +23,10 @@ class ChatTemplate(NamedTuple):
 
 
 def template_beside(folder: Path) -> ChatTemplate | None:
-    """Returns the template in a tokenizer's folder, searched in the order of transformers; None if there is none.
+    """Returns the template in a tokenizer's folder, searched in the same order as in transformers; None without one.
 
     Raises:
-      UserError: a file is damaged, or has no default among several named templates.
+      UserError: a file is damaged, or none of several named templates is the default.
     """
     own, more = folder / TEMPLATE_FILE, folder / TEMPLATES
     files = {_DEFAULT: own} if own.is_file() else {}
@@ -41,12 +41,12 @@ def template_beside(folder: Path) -> ChatTemplate | None:
 
 
 def read_template(path: Path) -> ChatTemplate:
-    """Returns the template in a file: text, or JSON with chat_template. Raises UserError if there is none."""
+    """Returns the template in a text file, or in JSON with chat_template. Raises UserError if there is no template."""
     if not path.is_file():
         raise UserError(f"chat_template_path={path}: there is no such file; give a .jinja file, or JSON with {_KEY}")
     if found := _read(path):
         return found
-    raise UserError(f"chat_template_path={path}: there is no template in it")
+    raise UserError(f"chat_template_path={path}: the file contains no template")
 
 
 def _read(path: Path) -> ChatTemplate | None:
@@ -59,7 +59,7 @@ def _read(path: Path) -> ChatTemplate | None:
         given = {one.get("name"): one.get("template") for one in given}
     if isinstance(given, dict):
         return _chosen(given, path)
-    raise UserError(f"{path}: {_KEY} holds {shown(given)}; {_REMEDY}")
+    raise UserError(f"{path}: {_KEY} is {shown(given)}, not a template; {_REMEDY}")
 
 
 def _text(path: Path) -> str:
@@ -73,6 +73,6 @@ def _chosen(named: Mapping[Any, Any], path: Path) -> ChatTemplate | None:
     """Returns the default of several named templates, with the template for tools; None if the default is empty."""
     if not isinstance(text := named.get(_DEFAULT), str):
         names = ", ".join(map(str, named))
-        raise UserError(f"{path}: holds the templates {names}, and none is called {_DEFAULT}; {_REMEDY}")
+        raise UserError(f"{path}: contains the templates {names}, but none named {_DEFAULT}; {_REMEDY}")
     tools = named.get(WITH_TOOLS)
     return ChatTemplate(text, str(path), tools if isinstance(tools, str) and tools != text else "") if text else None

@@ -12,8 +12,8 @@ from trainer.data.filters import Filters
 from trainer.data.readers import Columns, FilePart, Part, TextPart
 from trainer.runtime.remote import RemoteFile
 
-WHOLE_CONTENT = 256 << 20  # bytes; the fingerprint of a source up to this size reads all of it
-_AHEAD = 16  # text files that are requested at the same time, if they are remote
+WHOLE_CONTENT = 256 << 20  # bytes; the fingerprint of a source up to this size covers all of its content
+_AHEAD = 16  # text files that are requested in advance, if they are remote
 _ENDS = 1 << 16  # bytes that the fingerprint of a larger source reads at each end of a file
 
 
@@ -23,8 +23,9 @@ class Piece(NamedTuple):
     Attributes:
       part: the index of the part.
       weight: the size of the records.
-      start, stop: the cursors of both ends, see `Part.read`.
-      first, share: the shares of the part before and within the piece.
+      start, stop: the cursors at which the piece starts and stops, see `Part.read`.
+      first: the fraction of the part that precedes the piece.
+      share: the fraction of the part that the piece contains.
     """
 
     part: int
@@ -35,7 +36,7 @@ class Piece(NamedTuple):
     share: float = 1.0
 
     def done(self, share: float) -> float:
-        """Returns the share of the piece that is read when `share` of the part is read."""
+        """Returns the fraction of the piece that has been read when the fraction `share` of the part has been read."""
         return min(1.0, max(0.0, (share - self.first) / self.share))
 
 
@@ -47,7 +48,7 @@ class Corpus:
       name: for messages.
       parts: the sources of its records.
       fingerprint: identifies the records and their order.
-      columns: the columns of a record.
+      columns: the names of a record's columns.
       held_out: the share of records held out for evaluation; 0 if evaluation has separate documents.
       evaluates: whether this corpus is the held-out share; otherwise it is the remaining share.
       filters: change and drop records; None: all records are kept unchanged.
@@ -62,8 +63,8 @@ class Corpus:
     filters: Filters | None = None
 
     def taken(self, record: Record, counts: Counts) -> Record | None:
-        """Returns a record of the parts as it is encoded; None if it is not in the corpus, or if a filter drops it,
-        which is counted."""
+        """Returns a record of the parts after the filters; None if it is not in the corpus or a filter drops it. Adds
+        dropped records to `counts`."""
         found = self.filters.apply(record, self.columns, counts) if self.filters else record
         if found is None or (self.held_out and is_held_out(found.key(), self.held_out) != self.evaluates):
             return None
@@ -75,8 +76,8 @@ class Corpus:
         pieces: "Sequence[Piece] | None" = None,
         counts: Counts | None = None,
     ) -> Iterator[Record]:
-        """Yields the records in order; of `pieces`, if given. Calls `track` with the share of them read so far, and
-        adds dropped records to `counts`."""
+        """Yields the records in order; if `pieces` is given, only their records. Calls `track` with the share read so
+        far, and adds dropped records to `counts`."""
         if pieces is None:
             pieces = [Piece(i, part.weight) for i, part in enumerate(self.parts)]
         total, before, counts = sum(piece.weight for piece in pieces), 0.0, counts or Counts()
@@ -91,8 +92,8 @@ class Corpus:
             before += piece.weight
 
     def pieces(self, size: int) -> Iterator["Piece"]:
-        """Yields all pieces of the corpus in order: parts, cut into pieces of about `size` bytes if they are larger and
-        can be cut. `size` 0: whole parts."""
+        """Yields all pieces of the corpus in order. Parts larger than `size` bytes are cut into pieces of about that
+        size where possible. With `size` 0, each piece is a whole part."""
         for i, part in enumerate(self.parts):
             weight = max(1, part.size)
             count = round(weight / size) if size else 1
@@ -112,14 +113,14 @@ class Corpus:
 
     @property
     def identity(self) -> str:
-        """The fingerprint, and the share of the records in this corpus."""
+        """The fingerprint, with everything else that determines the records, as text."""
         filters = f" {self.filters.identity}" if self.filters else ""
         restored = " restored" if any(part.restores for part in self.parts) else ""
         return f"{self.fingerprint} {self.columns} {self.held_out} {self.evaluates}{restored}{filters}"
 
 
 def corpus_of(name: str, parts: Sequence[Any], columns: Columns, also: str = "") -> Corpus:
-    """Returns the corpus of some files. `also`: what else identifies the records, see `file_fingerprint`."""
+    """Returns the corpus of `parts`. `also`: text that also identifies the records, see `file_fingerprint`."""
     paths = [part.path for part in parts if isinstance(part, FilePart)]
     return Corpus(name, tuple(parts), file_fingerprint(paths, also), columns)
 
@@ -128,9 +129,9 @@ def file_fingerprint(paths: Sequence[Any], also: str = "") -> str:
     """Returns the sha256, in hexadecimal, of the files' names and contents and of `also`.
 
     If the files have more than 256 MiB in total, only the sizes and the first and last 64 KiB of each file are read.
-    Copies in other folders have the same fingerprint. Formats with an index at the end change there with every record.
-    Of remote files, the address, the size and what the server tells of the content are used; if it tells nothing, the
-    ends as of large files.
+    Copies in other folders have the same fingerprint. In formats with an index at the end, a change of any record
+    changes the end. A remote file is identified by `RemoteFile.content`; without it, the file is read like a
+    large file.
     """
     digest = hashlib.sha256(also.encode())
     sizes = [path.stat().st_size for path in paths]

@@ -52,7 +52,7 @@ class Dataset:
       repeats: whether training repeats the first batch of the stream forever.
       epoch: one pass; None if the data are endless or their length is unknown.
       mixture: the components of a mixture of prepared rows.
-      source: the training rows, from which `open_stream` makes its stream; None if it opens them.
+      source: the training rows, from which `open_stream` makes its stream; None if `open_stream` opens the rows.
     """
 
     evaluation: RowSource | None
@@ -75,8 +75,8 @@ class Dataset:
     ) -> Stream:
         """Returns this process's part of the endless stream of global batches of `rows` rows, starting at `position`.
 
-        Each position continues exactly after its batch, also in another stream of an equal data set. Raises UserError
-        if the position belongs to other data, or cannot be resumed on this number of processes.
+        The position of a batch resumes directly after that batch, also in another stream of an equal data set. Raises
+        UserError if the position belongs to other data, or cannot be resumed on this number of processes.
         """
         settings: Any = {"rows": rows, "process_index": process_index, "process_count": process_count}
         if self.source is not None:
@@ -104,7 +104,7 @@ MakeEncoder = Callable[[Config, Tokenizer | None, tuple[str, ...], bool], "Encod
 
 
 def open_dataset(config: Config, say: Say, make_encoder: MakeEncoder = text_encoder) -> Dataset:
-    """Opens the data of `dataset_type`. Prepares them first if necessary, with progress lines to `say`.
+    """Opens the data of `dataset_type`. Prepares them first if necessary, and reports progress lines to `say`.
 
     `make_encoder` returns the encoder of records, given the configuration, the tokenizer, the columns, and whether the
     columns contain text instead of token ids.
@@ -149,13 +149,13 @@ def _of_documents(config: Config, say: Say, make_encoder: MakeEncoder) -> Datase
         rows and rows.source,
         opened.tokenizer,
         opened.identity("streaming") | {"order": _order_words(config, order)},
-        f"{opened.source.name}: tokenized and packed while it trains; {_held_out(rows, opened.encoder.noun)} ({root})",
+        f"{opened.source.name}: tokenized and packed during training; {_held_out(rows, opened.encoder.noun)} ({root})",
         _streamed(opened, order, config.grain_worker_count, say),
     )
 
 
 def of_rows(config: Config, prepared: "Prepared", tokenizer: Tokenizer | None, place: str) -> Dataset:
-    """Returns the data set of prepared rows. `place`: where they are, for users."""
+    """Returns the data set of prepared rows. `place`: the location of the rows, for the summary."""
     order, noun = _order(config), prepared.noun
     (rows, *others), evaluation = prepared.train, prepared.evaluation if config.eval_interval > 0 else None
     facts = " + ".join(_facts(rows.meta, noun) for rows in prepared.train)
@@ -183,7 +183,7 @@ def _mixture(labels: Sequence[str], weights: Sequence[int], sizes: Sequence[tupl
 
 
 def _of_tokens(config: Config, say: Say) -> Dataset:
-    """Returns rows that are read directly from files of token ids."""
+    """Returns the data set of rows that are read directly from files of token ids."""
     from trainer.data import megatron, prepare
     from trainer.data.cache import cache_root
     from trainer.data.found import train_mixture
@@ -216,7 +216,7 @@ def _of_tokens(config: Config, say: Say) -> Dataset:
 
 
 def no_evaluation(config: Config) -> UserError:
-    """Returns the error for a data set that has nothing to evaluate on."""
+    """Returns the error for a data set without rows for evaluation."""
     return UserError(
         f"eval_interval={config.eval_interval}, but the data have nothing to evaluate on: set the files or split of "
         "evaluation (grain_eval_files, eval_split, hf_eval_split, hf_eval_files), a held_out_share, or eval_interval=-1"
@@ -242,7 +242,7 @@ def _synthetic(config: Config) -> Dataset:
 
 
 def alignment(config: Config) -> int:
-    """Returns the number of tokens to a multiple of which each sequence in a row is aligned."""
+    """Returns the alignment of sequences in a row: each starts at a multiple of this number of tokens."""
     return TILE if config.batch_invariant else 1
 
 

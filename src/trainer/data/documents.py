@@ -16,7 +16,7 @@ from trainer.data.tokenizer import Tokenizer
 class Location(NamedTuple):
     """The location of a record, printable with `str`: a file or table, and the record's number there.
 
-    `unit` is the noun before the number; "" if the whole file is one record.
+    `unit` is the word before the number, such as line; "" if the whole file is one record.
     """
 
     name: str
@@ -28,7 +28,7 @@ class Location(NamedTuple):
 
 
 class Record(NamedTuple):
-    """A record of a source: its `Location`, and the values of its columns: text, bytes or ids."""
+    """A record of a source: its `Location`, and its columns' values, which are text, bytes or ids."""
 
     where: Any
     values: tuple[Any, ...]
@@ -39,7 +39,7 @@ class Record(NamedTuple):
 
 
 class Document(NamedTuple):
-    """Tokens [n + 1], int32, and whether each of the n targets bears loss; None: all targets do.
+    """Tokens [n + 1], int32, and whether each of the n targets bears loss (None: all of them).
 
     `after`: documents that must directly follow in the same row, each as a separate segment. A document with `after` is
     not split, so `places` must be at most the row length.
@@ -55,7 +55,7 @@ class Document(NamedTuple):
         return len(self.tokens) - 1
 
     def places(self, align: int = 1) -> int:
-        """Returns the number of places that the document needs in a row; segments begin at multiples of `align`."""
+        """Returns the row length that the document and `after` occupy; segments begin at multiples of `align`."""
         end = self.pairs
         for document in self.after:
             end += -end % align + document.pairs
@@ -76,13 +76,13 @@ class Counts:
     mended: int = 0  # documents with lone surrogates, the number of surrogates, and the location of the first
     mended_characters: int = 0
     mended_first: str = ""
-    noun: str = ""  # the noun for a record; "": document
+    noun: str = ""  # what messages call a record; "": document
     skipped: int = 0  # records with text that an encoder skipped, and how many of these were too long
     skipped_long: int = 0
     longest: int = 0  # tokens of the longest record that cannot be trained because it is longer than a row
     # By kind: how often an encoder noticed something, and a line about the first occurrence, printed after the number.
     noticed: dict[str, tuple[int, str]] = field(default_factory=dict)
-    unlearnt: str = ""  # the first document that an encoder skipped because it has no target to train, for users
+    unlearnt: str = ""  # text of the first document that an encoder skipped because it has no target to train
 
     described: list[str] = field(default_factory=list)  # the kinds whose lines an earlier `take` returned
 
@@ -97,7 +97,7 @@ class Counts:
         self.longest = max(self.longest, tokens)
 
     def too_long(self, length: int) -> str:
-        """Returns how many records are skipped because they are longer than a row of `length`, and a remedy."""
+        """Returns a message: how many records are skipped because they are longer than `length`, and the remedy."""
         every = self.documents + self.empty + self.skipped
         many = "all" if self.skipped_long == every else f"{self.skipped_long:,} of"
         return f"{many} {every:,} {self.what} are longer than max_target_length={length}{self.hint}"
@@ -179,7 +179,7 @@ class Encoder:
       tokenize: false if the values are token ids.
       completion_only: with two columns, only the second bears loss.
       vocab_size: the exclusive upper bound of ids.
-      noun: the noun for a record.
+      noun: what messages call a record.
     """
 
     noun: ClassVar[str] = "document"
@@ -214,7 +214,7 @@ class Encoder:
             "completion_only": self.masked,
             "vocab_size": None if self.tokenize else self.vocab_size,  # a tokenizer defines its vocabulary size
         }
-        # Built from the fields, so that no field is omitted.
+        # Lists all dataclass fields, so that a new field cannot be forgotten.
         return {one.name: effective.get(one.name, getattr(self, one.name)) for one in fields(self)}
 
     def encode(self, records: Sequence[Record], counts: Counts) -> list[Document | None]:

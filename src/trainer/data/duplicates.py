@@ -1,7 +1,7 @@
-"""Finds records that are equal to an earlier one of the same data, exactly and in bounded memory.
+"""Finds records that are equal to an earlier record of the same data, exactly and in bounded memory.
 
-Each part gets the sorted 128-bit hashes of its records. Then all parts are merged one range of hashes at a time. Of
-equal records the first in the order of parts survives, whichever process read it.
+For each part, the 128-bit hashes of its records are sorted. Then all parts are merged, one range of hashes at a time.
+The first of several equal records, in the order of the parts, survives, whichever process read it.
 """
 
 import hashlib
@@ -19,13 +19,13 @@ from trainer.data.documents import Record
 
 MEMORY = 1 << 28  # bytes of hashes that are merged at once; sorting needs about four times as much
 _HASHES, _DROPPED = "hashes-{:05}", "dropped-{:05}.npy"
-_RUN = 1 << 20  # records of a run
+_RUN = 1 << 20  # records in a sorted run
 _HASH = struct.Struct("<QQ")
 _DTYPE = np.dtype([("high", "<u8"), ("low", "<u8"), ("index", "<u4")])
 
 
 def write_hashes(folder: Path, part: int, records: Iterable[Record]) -> None:
-    """Writes the hashes of a part's records with their numbers in the part, as sorted runs of bounded size."""
+    """Writes the hashes of a part's records, with each record's index in the part, as sorted runs of bounded size."""
     partial = folder / f"{part}.{platform.node()}-{os.getpid()}.tmp"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
@@ -49,7 +49,7 @@ def has_hashes(folder: Path, part: int) -> bool:
 
 
 def merge(folder: Path, parts: int) -> None:
-    """Writes for each part the numbers of records that are equal to an earlier one."""
+    """Writes, for each part, the indices of its records that are equal to an earlier record of any part."""
     runs = [(part, path) for part in range(parts) for path in sorted((folder / _HASHES.format(part)).iterdir())]
     dropped: list[list[np.ndarray]] = [[] for _ in range(parts)]
     count = max(1, -(-sum(path.stat().st_size for _, path in runs) // MEMORY))
@@ -72,14 +72,14 @@ def merge(folder: Path, parts: int) -> None:
 
 
 def _between(path: Path, first: np.uint64 | None, last: np.uint64 | None) -> np.ndarray:
-    """Returns the lines of a sorted run with first <= high < last; None: no bound."""
+    """Returns the entries of a sorted run with first <= high < last; None: no bound."""
     table = np.memmap(path, _DTYPE, "r")
     start = 0 if first is None else np.searchsorted(table["high"], first)
     return np.array(table[start : len(table) if last is None else np.searchsorted(table["high"], last)])
 
 
 def surviving(folder: Path, part: int, records: Iterable[Record]) -> Iterator[tuple[Record, bool]]:
-    """Yields a part's records, each with whether it survives."""
+    """Yields each record of a part, and whether it survives."""
     dropped = np.load(folder / _DROPPED.format(part))
     at = 0
     for index, record in enumerate(records):

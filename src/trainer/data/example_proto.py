@@ -9,7 +9,7 @@ import numpy as np
 
 
 def parse_example(data: bytes) -> dict[str, Any]:
-    """Returns features by name, sorted: bytes for one string, a list of bytes, or an int64 or float32 array.
+    """Returns the features, sorted by name: bytes for one string, a list of bytes, or an int64 or float32 array.
 
     Raises:
       ValueError: `data` is not a tf.train.Example.

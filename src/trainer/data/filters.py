@@ -1,4 +1,4 @@
-"""Changes and drops records before they are encoded: normalization, a user's function, and limits of length."""
+"""Changes and drops records before they are encoded: normalization, a user's function, and length limits."""
 
 import functools
 import unicodedata
@@ -17,13 +17,14 @@ from trainer.data.text import decoded
 
 @dataclass(frozen=True)
 class Filters:
-    """
+    """The filters of a corpus.
+
     Attributes:
       normalization: the Unicode form of all text, NFC or NFKC; "" changes nothing.
-      function: the import path of a user's function; "" for none. It gets a dict of the columns. It returns the dict of
-        a record to use instead, True to keep the record, or False or None to drop it.
-      shortest, longest: limits for the characters of a record in all columns together, or its token ids; 0: no limit.
-      duplicates: whether of equal records only the first is kept (see `data.duplicates`).
+      function: the import path of a user's function; "" for none. It gets a dict of the columns. It returns True to
+        keep the record, False or None to drop it, or a dict of columns that replaces it.
+      shortest, longest: limits on the number of characters, or token ids, in all columns together; 0: no limit.
+      duplicates: whether to keep only the first of equal records (see `data.duplicates`).
     """
 
     normalization: str = ""
@@ -34,17 +35,17 @@ class Filters:
 
     @property
     def identity(self) -> str:
-        """A text that is equal for filters that give equal records; "" for filters that change nothing."""
+        """Text that is equal for filters with equal results; "" for filters that change nothing."""
         if self == Filters():
             return ""
         source = [source_hash(self._called)] if self.function else []
         return repr([*asdict(self).items(), *source])
 
     def apply(self, record: Record, columns: tuple[str, ...], counts: Counts) -> Record | None:
-        """Returns the record to encode, None to drop the record, which is counted.
+        """Returns the record to encode; None if it is dropped, which adds it to `counts`.
 
         Raises:
-          UserError: the user's function fails, or returns something else.
+          UserError: the user's function fails, or returns an invalid value.
         """
         if self.normalization:
             form: Any = self.normalization
@@ -95,7 +96,7 @@ class Filters:
 
 
 def filters_of(config: Config) -> Filters:
-    """Returns the filters that the keys select."""
+    """Returns the filters that `config` selects."""
     return Filters(
         config.document_normalization,
         config.document_filter,
@@ -126,7 +127,7 @@ def _of_text(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def _length(value: Any) -> int:
-    """Returns the number of characters of all text in a value, and of numbers in lists."""
+    """Returns the number of characters in all text of a value, plus the number of its integers."""
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if isinstance(value, str):

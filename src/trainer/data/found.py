@@ -1,4 +1,4 @@
-"""Finds the files that the keys of data name, on this machine and elsewhere, and says which of them are copied."""
+"""Finds the local and remote data files that the keys name, and announces which remote files are copied."""
 
 import glob
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from trainer.runtime.remote import RemoteFile, data_file, data_files
 
 
 def copies_of(config: Config) -> Copies:
-    """Returns where copies of remote files are kept."""
+    """Returns the storage for copies of remote files."""
     return Copies(cache_root(config.data_cache_directory) / "copies", int(config.remote_copies_gib * 2**30))
 
 
@@ -43,9 +43,9 @@ def find_files(config: Config, pattern: str, key: str) -> list[Any]:
 
 
 def announce_copies(config: Config, files: Sequence[Any], say: Progress, *, together: bool) -> None:
-    """Says which remote files are copied. `together`: whether all copies are needed at the same time.
+    """Tells the user which remote files are copied. `together`: whether all copies are needed at the same time.
 
-    Raises UserError if there is no room for them.
+    Raises UserError if the copies do not fit.
     """
     remote, copies = [file for file in files if isinstance(file, RemoteFile)], copies_of(config)
     if not remote:
@@ -55,11 +55,12 @@ def announce_copies(config: Config, files: Sequence[Any], say: Progress, *, toge
     total = sum(file.size for file in remote)
     if together and total > copies.most:
         raise UserError(
-            f"{counted(len(remote), 'remote file')} with {sized(total)} cannot be read by ranges, and are read in any "
-            f"order, but copies may take {sized(copies.most)}; raise remote_copies_gib, or set data_pipeline=prepared "
-            "to read one after the other, or use another format"
+            f"{counted(len(remote), 'remote file')} with {sized(total)} cannot be read by ranges and are needed at "
+            f"the same time, but copies may take at most {sized(copies.most)}; raise remote_copies_gib, set "
+            "data_pipeline=prepared to read the files one after the other, or use another format"
         )
     say(
         f"{counted(len(remote), 'remote file')} with {sized(total)} cannot be read by ranges ({remote[0]}, ...): each "
-        f"is copied to {copies.folder} when it is read; at most {sized(copies.most)} of copies stay (remote_copies_gib)"
+        f"is copied to {copies.folder} when it is read; up to {sized(copies.most)} of copies are kept "
+        "(remote_copies_gib)"
     )

@@ -1,4 +1,4 @@
-"""User functions, named package.module:function. Importing this module loads only the standard library, for workers."""
+"""Loads user functions, named package.module:function. Imports only the standard library, to start workers fast."""
 
 import hashlib
 import importlib
@@ -21,7 +21,7 @@ def load_function(path: str) -> Callable[..., Any]:
     except (Exception, SystemExit) as error:  # a user's module can raise any exception
         hint = ""
         if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
-            hint = f"; modules are found from the current folder, {os.getcwd()}, and from PYTHONPATH"
+            hint = f"; modules are searched in the current folder, {os.getcwd()}, and in PYTHONPATH"
         raise ImportError(f"cannot be imported: {failure(error)}{hint}") from error
     function = getattr(found, name, None)
     if not callable(function):
@@ -35,10 +35,10 @@ def load_function(path: str) -> Callable[..., Any]:
 
 
 def failure(error: BaseException) -> str:
-    """Returns the exception of a user's code, in at most 80 characters, with that code's last line in the traceback.
+    """Returns the exception of a user's code, in at most 80 characters, with the file and the line of the user's code.
 
-    Call it in the function that called the user's code: that is the traceback's first frame. The next frame, apart from
-    the frames of an import, is the user's.
+    Call it in the function that called the user's code. The traceback's first frame is then the caller, and the next
+    frame, apart from the frames of an import, is the user's.
     """
     from trainer.config.errors import shortened
 
@@ -50,9 +50,9 @@ def failure(error: BaseException) -> str:
 
 
 def source_hash(function: Callable[..., Any]) -> str:
-    """Returns a hash that changes with the source of the function's module; of "" for a function without source."""
+    """Returns a hash of the source of the function's module; a hash of "" if there is no source."""
     try:
         source = inspect.getsource(inspect.getmodule(function) or function)
-    except (OSError, TypeError):  # such as a function of C
+    except (OSError, TypeError):  # such as a function written in C
         source = ""
     return hashlib.sha256(source.encode()).hexdigest()

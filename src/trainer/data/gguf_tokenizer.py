@@ -1,4 +1,4 @@
-"""Converts the tokenizer in a GGUF file to the files of a Hugging Face folder: `tokenizer_files`."""
+"""Converts the tokenizer in a GGUF file to Hugging Face files, see `tokenizer_files`."""
 
 import json
 from collections import defaultdict
@@ -14,12 +14,12 @@ from trainer.config.words import visible
 from trainer.leaves.gguf_file import GgufHeader
 from trainer.models.gguf_words import WORDS
 
-OWN = "tokenizer.ggml."  # the prefix of the keys
+OWN = "tokenizer.ggml."  # the prefix of a tokenizer's keys in the file
 KIND = f"{OWN}model"
 TEMPLATE = "tokenizer.chat_template"
 NO_TOKENIZER = "none"
 BYTE_LEVEL, PIECES = "gpt2", "llama"  # the supported kinds: byte-level BPE, and sentencepiece's BPE
-# The types of tokens.
+# GGUF's token types.
 NORMAL, UNKNOWN, CONTROL, OWN_SYMBOL, UNUSED, BYTE = range(1, 7)
 SPACE = "\u2581"  # sentencepiece's space
 ROLES = {
@@ -27,15 +27,15 @@ ROLES = {
     for role, name in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items()
 }
 MORE_ENDS = (f"{OWN}eot_token_id", f"{OWN}eom_token_id")  # further tokens that end a text
-_OF_PIECES = {"bos_token": 1, "eos_token": 2, "unk_token": 0}  # the defaults of sentencepiece's
+_OF_PIECES = {"bos_token": 1, "eos_token": 2, "unk_token": 0}  # the default ids for PIECES
 _ANOTHER = "; name another with tokenizer_path"
 
 
 def special_ids(header: GgufHeader) -> dict[str, int]:
-    """Returns the special tokens by role (bos_token, eos_token, ...).
+    """Returns the ids of the special tokens by role (bos_token, eos_token, ...).
 
     Raises:
-      UserError: a special token is not a token of the file.
+      UserError: an id is not in the file's vocabulary.
     """
     own = _OF_PIECES if header.values.get(KIND) == PIECES else {}
     found = {role: header.get(key, int, own.get(role)) for role, key in ROLES.items()}
@@ -47,7 +47,7 @@ def special_ids(header: GgufHeader) -> dict[str, int]:
 
 
 def begins(header: GgufHeader) -> bool:
-    """Returns whether a text begins with bos_token."""
+    """Returns whether texts begin with bos_token."""
     kind, name = header.values.get(KIND), header.values.get(f"{OWN}pre")
     usual = kind == PIECES or (isinstance(name, str) and name in WORDS and WORDS[name].begins)
     return header.get(f"{OWN}add_bos_token", bool, usual)
@@ -57,16 +57,16 @@ def tokenizer_files(header: GgufHeader) -> dict[str, bytes]:
     """Returns tokenizer.json, tokenizer_config.json and the chat templates.
 
     Raises:
-      UserError: the tokenizer is damaged, or its kind is unknown.
+      UserError: the tokenizer is missing or damaged, or its kind is not supported.
     """
     kind = header.get(KIND, str, NO_TOKENIZER)
     if kind == NO_TOKENIZER:
-        raise UserError(f"{header.path}: there is no tokenizer in it{_ANOTHER}")
+        raise UserError(f"{header.path}: the file contains no tokenizer{_ANOTHER}")
     tokens = header.get(f"{OWN}tokens", list, [])
     kinds = header.get(f"{OWN}token_type", np.ndarray, np.full(len(tokens), NORMAL)).tolist()
     ids = {token: i for i, token in enumerate(tokens) if kinds[i : i + 1] != [UNUSED]}
     if not ids or len(kinds) != len(tokens) or len(ids) + kinds.count(UNUSED) != len(tokens):
-        raise UserError(f"{header.path}: its tokenizer has no tokens, or two with one name, or types of other tokens")
+        raise UserError(f"{header.path}: its tokenizer has no tokens, two equal tokens, or not one type for each token")
     special = {role: tokens[i] for role, i in special_ids(header).items() if tokens[i] in ids}
     if kind == BYTE_LEVEL:
         spec = _byte_level(header, ids)
@@ -74,8 +74,8 @@ def tokenizer_files(header: GgufHeader) -> dict[str, bytes]:
         spec = _pieces(header, ids, kinds)
     else:
         raise UserError(
-            f"{header.path}: {KIND}={shortened(visible(kind))}: tokenizers of this kind are not read (known: "
-            f"{BYTE_LEVEL}, {PIECES}){_ANOTHER}"
+            f"{header.path}: {KIND}={shortened(visible(kind))}: tokenizers of this kind are not supported "
+            f"(supported: {BYTE_LEVEL}, {PIECES}){_ANOTHER}"
         )
     begin = special.get("bos_token") if begins(header) else None
     marked = {**dict.fromkeys(special.values(), CONTROL), **{token: kinds[i] for token, i in ids.items()}}
@@ -105,8 +105,8 @@ def _byte_level(header: GgufHeader, ids: Mapping[str, int]) -> dict[str, Any]:
     if name not in WORDS or header.get(f"{OWN}add_space_prefix", bool, False):
         what = "adds a space before texts" if name in WORDS else "is not known"
         raise UserError(
-            f"{header.path}: {OWN}pre={shortened(visible(name))} {what}, so how its tokenizer splits a text is not "
-            f"known (known: {', '.join(WORDS)}){_ANOTHER}"
+            f"{header.path}: {OWN}pre={shortened(visible(name))} {what}, so it is not known how its tokenizer "
+            f"splits text (known: {', '.join(WORDS)}){_ANOTHER}"
         )
     words = WORDS[name]
     merges = [merge.partition(" ") for merge in header.get(f"{OWN}merges", list, [])]
@@ -148,11 +148,11 @@ def merges_of(scores: Mapping[str, float], ids: Mapping[str, int], where: str) -
     """Returns the merges of a BPE that builds tokens in the order of their scores, derived as in transformers.
 
     Raises:
-      UserError: the tokens together have more characters than in any published tokenizer.
+      UserError: a token, or all tokens together, have more characters than in any published tokenizer.
     """
     if sum(map(len, scores)) > PIECES_CHARACTERS or max(map(len, scores), default=0) > PIECE_CHARACTERS:
         raise UserError(
-            f"{where}: tokens of more than {PIECE_CHARACTERS:,} characters, or {PIECES_CHARACTERS:,} together"
+            f"{where}: a token has more than {PIECE_CHARACTERS:,} characters, or all together {PIECES_CHARACTERS:,}"
         )
     by_score = defaultdict[float, list[tuple[str, str]]](list)
     for token, score in scores.items():

@@ -1,6 +1,6 @@
 """Limits how much a normalizer in a tokenizer.json can lengthen a text.
 
-The package tokenizers applies normalizers even while it reads the file, to the names of added tokens.
+The `tokenizers` package applies normalizers to the names of added tokens while it is still loading the file.
 """
 
 import base64
@@ -10,12 +10,13 @@ from typing import Any
 from trainer.config.json_files import parsed
 from trainer.config.limits import ADDED_CHARACTERS, GROWTH, NORMALIZERS
 
-# The maximum number of characters into which Unicode's forms and the package's normalizers expand one character.
+# The maximum number of characters that each normalizer of the package produces from one character.
 _FORMS = {"NFC": 3, "NFD": 4, "NFKC": 18, "NFKD": 18, "Lowercase": 3, "BertNormalizer": 9, "ByteLevel": 4}
 
 
 def growth_problem(text: str) -> str:
-    """Returns what is wrong with the normalizer of a tokenizer.json; "" if nothing is, or the package refuses it."""
+    """Returns the problem with the normalizer of a tokenizer.json; "" if there is none, or if the normalizer is
+    malformed, which the package reports itself."""
     try:
         steps = list(_steps(parsed(text)["normalizer"] or {}))
         if len(steps) > NORMALIZERS:
@@ -44,11 +45,11 @@ def _steps(spec: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _times(spec: Mapping[str, Any]) -> int | None:
-    """Returns the maximum number of characters into which a step expands one; None if the step cannot be read."""
+    """Returns the maximum number of characters that a step produces from one character; None if it is damaged."""
     match spec:
         case {"type": "Replace", "pattern": {"String": old}, "content": new}:
             return max(1, -(-len(new) // len(old)) if old else 1 + len(new))
-        case {"type": "Replace", "content": new}:  # a regular expression, which may match nothing between characters
+        case {"type": "Replace", "content": new}:  # a regular expression, which may match empty strings
             return 1 + len(new)
         case {"type": "Precompiled", "precompiled_charsmap": charsmap}:
             return _longest(charsmap)
@@ -56,8 +57,8 @@ def _times(spec: Mapping[str, Any]) -> int | None:
 
 
 def _longest(charsmap: str) -> int | None:
-    """Returns the length of the longest text in a sentencepiece map, which contains the size of a trie, the trie, and
-    texts that end with 0. None if the trie overruns the map."""
+    """Returns the length of the longest replacement in a sentencepiece charsmap, which consists of the size of a trie,
+    the trie, and NUL-terminated replacement texts. Returns None if the trie extends past the end of the charsmap."""
     data = base64.b64decode(charsmap)
     start = 4 + int.from_bytes(data[:4], "little")
     texts = (len(text.decode(errors="replace")) for text in data[start:].split(b"\0"))

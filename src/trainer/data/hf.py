@@ -24,7 +24,12 @@ BUILDERS = ("arrow", "csv", "json", "parquet", "text")
 def hf_corpus(
     path: str, name: str, data_dir: str, cache: Path, say: Say, files: Any, split: str, columns: Columns, key: str
 ) -> Corpus:
-    """Returns one split as a corpus. `cache` is the cache folder of `datasets` for plain files, `files`: globs.
+    """Returns one split as a corpus.
+
+    Args:
+      cache: the folder in which `datasets` caches tables.
+      files: the paths or globs of the data files; empty for all files of the data set at `path`.
+      key: the configuration key of `split`, for messages.
 
     Raises UserError if the split is not on this machine, or if the data set lacks the split or a column.
     """
@@ -40,7 +45,7 @@ def hf_corpus(
 
 
 def _load(path: str, name: str, data_dir: str, cache: Path, say: Say, files: Any, split: str, key: str) -> Any:
-    # Set before the package reads it, so that it sends no request to the hub.
+    # Before the import, because `datasets` reads this setting at import. It must send no request to the hub.
     turn_hub_off()
     try:
         import datasets
@@ -53,7 +58,8 @@ def _load(path: str, name: str, data_dir: str, cache: Path, say: Say, files: Any
         raise UserError(
             f"hf_path={path}: there is no such folder on this machine, and datasets are not downloaded; "
             f"download it first, for example with `hf download --repo-type dataset {path} --local-dir FOLDER`, "
-            f"and set hf_path=FOLDER; or name a reader of plain files ({', '.join(BUILDERS)}) and hf_train_files"
+            f"and set hf_path=FOLDER; or set hf_path to a reader of plain files ({', '.join(BUILDERS)}) and set "
+            "hf_train_files"
         )
     check_folder(folder)
     if path in BUILDERS and not folder.is_dir() and not files:
@@ -93,7 +99,7 @@ def _load(path: str, name: str, data_dir: str, cache: Path, say: Say, files: Any
 
 
 def _check_files(datasets: Any, folder: Path | None, load: dict[str, Any]) -> None:
-    """Raises UserError for files that `check_unpacked` refuses, or that README.md in `folder` lists outside of it."""
+    """Raises UserError for a data file that `check_unpacked` refuses, or that is outside of `folder`."""
     builder = datasets.load_dataset_builder(**{name: value for name, value in load.items() if name != "split"})
     for names in (builder.config.data_files or {}).values():
         for name in names:
@@ -101,7 +107,7 @@ def _check_files(datasets: Any, folder: Path | None, load: dict[str, Any]) -> No
             if folder is None:
                 continue
             if "://" in str(name) or not Path(os.path.abspath(name)).is_relative_to(os.path.abspath(folder)):
-                raise UserError(f"hf_path={folder}: it names {name} as its data, which is not in it")
+                raise UserError(f"hf_path={folder}: it names the data file {name}, which is outside of this folder")
 
 
 def _reasons(error: BaseException) -> Iterator[BaseException]:

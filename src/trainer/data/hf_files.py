@@ -12,14 +12,15 @@ from trainer.config.errors import UserError
 from trainer.data import cache
 from trainer.data.text import encoding_hint, mended
 
-# An escaped pair of surrogates, a lone escaped surrogate, or any other escape, which may affect the next character.
+# Matches an escaped surrogate pair, an escaped lone surrogate (group 1), or any other escape. The last alternative
+# consumes escaped backslashes, so that "ud83d" after one is not mistaken for an escape.
 _ESCAPES = re.compile(rb"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|(\\u[dD][89a-fA-F]..)|\\.", re.DOTALL)
 _KINDS = ("csv", "json", "text")
 _PACKED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".7z", ".tar")
 
 
 def mended_table(datasets: Any, load: Mapping[str, Any], folder: Path, say: Callable[[str], None]) -> Any:
-    """Returns the table of `datasets.load_dataset(**load)` after that call failed, with U+FFFD for lone surrogates.
+    """Returns the table that `datasets.load_dataset(**load)` failed to load, with U+FFFD for lone surrogates.
 
     The readers of `datasets` refuse lone surrogates, so the table is read from repaired copies of the files in
     `folder`. Returns None if the files have no lone surrogates.
@@ -58,14 +59,14 @@ def mended_table(datasets: Any, load: Mapping[str, Any], folder: Path, say: Call
 
 
 def _settings(datasets: Any, config: Any) -> dict[str, Any]:
-    """Returns the settings for reading files from a data set's description."""
+    """Returns the format-specific settings of a builder's configuration that differ from their defaults."""
     common, default = {field.name for field in fields(datasets.BuilderConfig)}, type(config)()
     own = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in common}
     return {name: value for name, value in own.items() if value != getattr(default, name)}
 
 
 def _lone_surrogates(file: Path, kind: str) -> tuple[int, str]:
-    """Returns the number of lone surrogates and the place of the first."""
+    """Returns the number of lone surrogates in a file and the location of the first."""
     total, first = 0, ""
     for number, (_, count) in enumerate(_lines(file, kind), 1):
         first = first or (f"{file}, line {number}" if count else "")
@@ -74,7 +75,10 @@ def _lone_surrogates(file: Path, kind: str) -> tuple[int, str]:
 
 
 def _lines(file: Path, kind: str) -> Iterator[tuple[bytes, int]]:
-    """Yields each line of a file with lone surrogates replaced, and their number. Raises UserError if not UTF-8."""
+    """Yields each line of a file with lone surrogates replaced, and the number of replacements.
+
+    Raises UserError for a line that is not UTF-8.
+    """
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             try:

@@ -1,10 +1,13 @@
 """Megatron-LM's indexed data sets, PREFIX.bin and PREFIX.idx. Rows are read directly from the memory-mapped files.
 Remote files are copied first.
 
-PREFIX.bin contains the token ids of all sequences. PREFIX.idx contains, in little-endian order: MAGIC, the version
-(u8), the code of the ids' type (u1), the numbers of sequences and of entries in the document index (both u8); then the
-length of each sequence (i4), its first byte in PREFIX.bin (i8), and the document index (i8): the index of the first
-sequence of each document, and the number of sequences. Some writers count documents instead of entries.
+PREFIX.bin contains the token ids of all sequences. PREFIX.idx is little-endian and contains, in this order:
+
+- the header: MAGIC, the version (u8), the code of the ids' type (u1), the number of sequences (u8), and the number of
+  entries in the document index (u8), instead of which some writers store the number of documents;
+- the length of each sequence (i4);
+- the byte offset of each sequence in PREFIX.bin (i8);
+- the document index (i8): the index of the first sequence of each document, followed by the number of sequences.
 """
 
 import glob
@@ -41,14 +44,15 @@ class IndexedFile:
 
     Attributes:
       paths: both files.
-      offsets: the first token of each document, and the total number of tokens: int64 [documents + 1].
+      offsets: the index of the first token of each document, followed by the total number of tokens:
+        int64 [documents + 1].
 
-    Raises UserError if a file is missing or damaged, or if the two do not belong together. Nothing outside of the files
-    is ever read, because the constructor checks every length and position in the index against the files' sizes.
+    Raises UserError if a file is missing or damaged, or if the two do not belong together. The constructor checks every
+    length and offset in the index against the files' sizes, so reads never go past the end of a file.
     """
 
     def __init__(self, prefix: str, copies: Copies | None = None):
-        self._copies: list[io.FileIO] = []  # open, so that they stay
+        self._copies: list[io.FileIO] = []  # kept open, so that they are not removed
         if copies is not None and "://" in prefix:
             self._copies = [data_file(f"{prefix}{end}", copies).copied() for end in (".idx", ".bin")]
         names = [copy.name for copy in self._copies] or [f"{prefix}.idx", f"{prefix}.bin"]
@@ -58,7 +62,7 @@ class IndexedFile:
             raise UserError(f"{index} is not an index of Megatron-LM: it does not begin with {MAGIC!r}")
         _, version, code, sequences, documents = _HEADER.unpack(data[: _HEADER.size].tobytes())
         if version != VERSION:
-            raise UserError(f"{index} has version {version}; only version {VERSION} is known")
+            raise UserError(f"{index} has version {version}; only version {VERSION} is supported")
         dtype = np.dtype(_DTYPES.get(code, "V"))
         if dtype.kind not in "iu":
             raise UserError(f"{index} has type code {code}, which is not a type of token ids; codes are 1 to 5 and 8")
@@ -73,7 +77,7 @@ class IndexedFile:
         first = np.frombuffer(data, "<i8", documents + rest // 8, at + 12 * sequences)
         ends = np.cumsum(np.append(0, sizes), dtype=np.int64)
         if (sizes < 0).any() or (starts != ends[:-1] * dtype.itemsize).any():
-            raise _damaged(index, "the positions of sequences do not follow from their lengths")
+            raise _damaged(index, "the offsets of its sequences contradict their lengths")
         if len(first) < 1 or first[0] != 0 or first[-1] != sequences or (first[1:] < first[:-1]).any():
             raise _damaged(index, f"its document index does not divide {sequences} sequences")
         try:
@@ -89,8 +93,8 @@ class IndexedFile:
         self.offsets = ends[first]
 
     def read(self, start: int, stop: int, vocab_size: int, eod: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns tokens [start, stop), int32, and whether each token ends a document: whether it is `eod` or, with
-        `eod` -1, the last token of a document in the index.
+        """Returns tokens [start, stop), int32, and a bool mask of the tokens that end a document: tokens equal to `eod`
+        or, if `eod` is -1, the last token of each document in the index.
 
         Raises UserError if a token is not in [0, vocab_size).
         """
@@ -115,13 +119,15 @@ class IndexedFile:
 
 
 class TokenRows:
-    """Rows of Megatron-LM's samples. The chosen documents of all files are one stream of tokens. Row i has the stream's
-    tokens [i * length, (i + 1) * length) as inputs, and their successors as targets. The last row is padded.
+    """Rows like Megatron-LM's samples. The chosen documents of all files form one stream of tokens.
+    Row i has tokens [i * length, (i + 1) * length) of the stream as inputs, and their successors as targets. The last
+    row is padded.
 
     Args:
-      files: the files, each with its chosen documents, bool [documents].
-      reset: whether a segment ends with its document; otherwise a row is one segment.
-      mask: whether the target after the end of a document bears no loss.
+      files: the files, each with a mask of its chosen documents, bool [documents].
+      eod: the token that ends a document; -1 if only the index defines where documents end.
+      reset: whether a segment ends at the end of a document; otherwise each row is one segment.
+      mask: whether to exclude from the loss the target that follows the last token of a document.
       shortest: with `reset`, a segment ends only if it has more tokens than this.
     """
 
@@ -152,7 +158,7 @@ class TokenRows:
         return make_batch(*np.stack([self._row(int(index) * self.length) for index in indices], axis=1))
 
     def _row(self, first: int) -> np.ndarray:
-        """Returns inputs, targets, segmentation and loss of the row that begins at a token: [4, length]."""
+        """Returns inputs, targets, segmentation and loss of the row that begins at token `first`: [4, length]."""
         tokens, ends = self._read(first, min(first + self.length + 1, self.tokens))
         inputs, ends = tokens[:-1], ends[:-1]
         row = np.zeros((4, self.length), np.int32)
@@ -161,14 +167,14 @@ class TokenRows:
 
     def _segments(self, ends: np.ndarray) -> np.ndarray:
         begins = np.append(True, ends[:-1] & self._reset)
-        last = 0  # the beginning of the last segment that is long enough
+        last = 0  # the beginning of the current segment
         for begin in np.flatnonzero(begins)[1:] if self._shortest else ():
             begins[begin] = begin - last > self._shortest
             last = begin if begins[begin] else last
         return np.cumsum(begins)
 
     def _read(self, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns tokens [first, stop) of the stream, and whether each of them ends a document."""
+        """Returns tokens [first, stop) of the stream, and a bool mask of those that end a document."""
         pieces, run = [], int(np.searchsorted(self._end, first, side="right"))
         while first < stop:
             end, shift = min(stop, int(self._end[run])), int(self._shift[run])
@@ -200,7 +206,7 @@ def open_files(config: Config, say: Progress) -> tuple[list[TokenRows], list[Fra
         if made.size < 1:
             hint = "mmap_npy_split" if split else "held_out_share"
             raise UserError(
-                f"{name}: no two tokens {'are held out' if which else 'remain'}; change {hint}, or the files"
+                f"{name}: fewer than two tokens {'are held out' if which else 'remain'}; change {hint}, or the files"
             )
         return made
 
@@ -215,19 +221,20 @@ def open_files(config: Config, say: Progress) -> tuple[list[TokenRows], list[Fra
 
 
 def boundaries(config: Config) -> dict[str, Any]:
-    """Returns the arguments of TokenRows about the ends of documents."""
+    """Returns the arguments of `TokenRows` that specify how document ends are treated."""
     settings = {"eod": config.mmap_eod_id, "reset": config.reset_attention_mask, "mask": config.eod_mask_loss}
     return settings | {"shortest": shortest_segment(config)}
 
 
 def _component_prefixes(config: Config, pattern: str, key: str, say: Progress) -> list[str]:
-    """Returns the prefixes of a component: `prefix`, a folder or a glob of either; mmap_npy: `folder|prefix:prefix`."""
+    """Returns the prefixes that `pattern` selects: it is a prefix, a folder, or a glob of either. With
+    grain_file_type=mmap_npy, it is a list of these, `folder|prefix:prefix`."""
     names = [pattern]
     if config.grain_file_type == "mmap_npy":
         folder, bar, rest = pattern.rpartition("|")
-        names = re.split(r":(?!//|\d+/)", rest)  # not in a URL, after its scheme or before a port
+        names = re.split(r":(?!//|\d+/)", rest)  # except the colons of URLs
         if bar:
-            say(f"{key}: the index in {folder} is not read: data_shuffle_seed gives the order of the rows")
+            say(f"{key}: the index in {folder} is not read, because data_shuffle_seed determines the order of the rows")
     return sorted(prefix for name in names for prefix in _prefixes(name.strip(), key, copies_of(config)))
 
 
@@ -239,7 +246,8 @@ def _component(config: Config, prefixes: Sequence[str]) -> list[IndexedFile]:
         if last and eod not in last:
             raise UserError(
                 f"mmap_eod_id={eod}, but none of the first {len(last)} documents of {files[0].path} ends with it; the "
-                f"first ends with {last[0]}: set mmap_eod_id to the token that ends a document, or to -1 without one"
+                f"first ends with {last[0]}: set mmap_eod_id to the token that ends a document, or to -1 if there is "
+                "none"
             )
     return files
 
@@ -253,7 +261,7 @@ def _prefixes(name: str, key: str, copies: Copies) -> list[str]:
         found = glob.glob(f"{stem}.idx", recursive=True) or glob.glob(f"{stem}/*.idx", recursive=True)
     if not found:
         raise UserError(
-            f"{key}: there is no {stem}.idx, and no folder {stem} with such files; give the path without .idx"
+            f"{key}: there is no {stem}.idx, and no folder {stem} with .idx files; give the path without .idx"
         )
     return [path.removesuffix(".idx") for path in found]
 
@@ -261,10 +269,10 @@ def _prefixes(name: str, key: str, copies: Copies) -> list[str]:
 def _choose(
     files: Sequence[IndexedFile], split: Sequence[float], share: float, which: int
 ) -> list[tuple[IndexedFile, np.ndarray]]:
-    """Returns the files of a component, each with its documents for training (`which` 0) or evaluation (1).
+    """Returns the files of a component, each with a mask of its documents for training (`which` 0) or evaluation (1).
 
-    `split` divides the documents in their order, rounded as in Megatron-LM. Without `split`, a share `share` of them,
-    rounded up and evenly spaced, is for evaluation.
+    `split` divides the documents in order, at bounds rounded as in Megatron-LM. Without `split`, evaluation gets the
+    share `share` of the documents, rounded up and evenly spaced.
     """
     bounds = np.cumsum([0, *(len(file.offsets) - 1 for file in files)])
     count = int(bounds[-1])
@@ -278,7 +286,7 @@ def _choose(
 
 
 def _runs(file: IndexedFile, chosen: np.ndarray) -> np.ndarray:
-    """Returns the first token and the end of each run of chosen documents: int64 [runs, 2]."""
+    """Returns the token range [start, end) of each run of consecutive chosen documents: int64 [runs, 2]."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], chosen, [False]])))
     runs = file.offsets[edges].reshape(-1, 2)
     return runs[runs[:, 1] > runs[:, 0]]

@@ -13,7 +13,7 @@ _PRECISION = 10**6  # weights that are not a ratio of small integers are rounded
 
 
 def whole_weights(weights: Sequence[Fraction]) -> tuple[int, ...]:
-    """Returns positive integers in the ratio of `weights`, exact if they add up to at most a million."""
+    """Returns positive integers in the ratio of `weights`; the ratio is exact if their sum is at most a million."""
     scale = math.lcm(*(weight.denominator for weight in weights))
     whole = [int(weight * scale) for weight in weights]
     if sum(whole) > _PRECISION:
@@ -25,13 +25,14 @@ def whole_weights(weights: Sequence[Fraction]) -> tuple[int, ...]:
 def interleave(indices: np.ndarray, weights: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """Returns the component of each row in `indices` [n], and the row's index within that component, both int64 [n].
 
-    Among the first k rows, for any k, each component has its rounded share. Of the rows not taken by earlier
-    components, component i takes weights[i] / (weights[i] + all later weights), evenly spaced. grain.MapDataset.mix has
-    the same rule.
+    Among the first k rows, for any k, each component has its share of k, rounded. Component i gets the fraction
+    weights[i] / (weights[i] + all later weights) of the rows that earlier components leave, evenly spaced, as in
+    grain.MapDataset.mix.
     """
     component = np.full(len(indices), -1, np.int64)
     within = np.zeros(len(indices), np.int64)
-    before, through = indices.astype(np.int64), indices.astype(np.int64) + 1  # rows that are left for later components
+    # The rows before and through each index that earlier components leave.
+    before, through = indices.astype(np.int64), indices.astype(np.int64) + 1
     left = sum(weights)
     for i, weight in enumerate(weights):
         next_before, next_through = before * (left - weight) // left, through * (left - weight) // left

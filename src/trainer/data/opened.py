@@ -15,11 +15,12 @@ from trainer.data.tokenizer import Tokenizer
 
 
 class Opened(NamedTuple):
-    """Documents with all that makes rows of them.
+    """Documents and everything needed to make rows from them.
 
     Attributes:
       evaluation: the held-out rows; None if eval_interval disables evaluation.
-      cut: how the preparation of the training rows is divided.
+      cut: how the preparation of the training rows is divided into parts and processes.
+      root: the folder for trained tokenizers and prepared rows.
     """
 
     source: Source
@@ -31,7 +32,7 @@ class Opened(NamedTuple):
     root: Path
 
     def identity(self, way: str) -> dict[str, Any]:
-        """Returns `Dataset.identity` without `order`. `way`: the data_pipeline."""
+        """Returns `Dataset.identity` without `order`. `way`: the value of data_pipeline."""
         encoder, source = self.encoder, self.source
         facts = [[corpus.identity for corpus in source.train], encoder.identity | {"tokenizer": None}]
         return {
@@ -40,12 +41,12 @@ class Opened(NamedTuple):
             "documents": f"{short(facts)}, weights {':'.join(map(str, source.weights))}",
             "tokenizer": short(encoder.tokenizer.fingerprint) if encoder.tokenizer else None,
             "length": self.packing.length,
-            # This and `order` contain every setting, so that none is missed.
+            # Contains every field of `Packing`, so that no setting is forgotten.
             "packing": words(self.packing.identity),
         }
 
     def prepare(self, say: Say) -> Prepared:
-        """Prepares the training rows, unless that was done before."""
+        """Returns the training rows. Prepares them unless an earlier run did."""
         source, identity = self.source, self.identity("prepared")
         settings: Any = (self.encoder, self.packing, "train", self.root, say, self.cut)
         train = [open_rows([corpus], *settings) for corpus in source.train]
@@ -57,10 +58,10 @@ class Opened(NamedTuple):
 
 
 def open_documents(config: Config, root: Path, say: Say, make_encoder: MakeEncoder, beam: str | None = None) -> Opened:
-    """Opens the documents, the tokenizer and the held-out rows. The last two are stored in `root`, if they are new.
-    `beam`: see `Cut`.
+    """Opens the documents and the tokenizer, and prepares the held-out rows. A newly trained tokenizer and newly
+    prepared rows are stored in `root`. `beam`: see `Cut`.
 
-    Raises UserError if keys, a file, the disk or an earlier prepared folder prevent it.
+    Raises UserError if a key is invalid, a file or prepared folder is missing or damaged, or `root` cannot be written.
     """
     source = open_source(config, say)
     tokenizer = open_tokenizer(config, source.train, source.weights, root, say)

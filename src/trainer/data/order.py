@@ -4,12 +4,12 @@ import math
 
 import numpy as np
 
-VERSION = 2  # version of the order that a seed defines; positions of other versions are refused
+VERSION = 2  # the version of this algorithm; positions saved with another version are refused
 _ROUNDS = 10  # with only 6 rounds, some orders of 6 rows are too frequent
 
 
 def visited(indices: np.ndarray, size: int, *, seed: int, shuffle: bool) -> np.ndarray:
-    """Returns the rows at `indices` [n] in the endless order of epochs of a source with `size` rows."""
+    """Returns the row numbers at `indices` [n] in the endless sequence of epochs over a source of `size` rows."""
     epochs, indices = np.divmod(indices, size)
     if shuffle:
         for epoch in np.unique(epochs).tolist():

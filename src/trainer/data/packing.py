@@ -1,13 +1,14 @@
-"""Packs documents into rows of equal length, one row at a time. The same generators prepare and stream rows.
+"""Packs documents into rows of equal length, one row at a time, for prepared and streamed data alike.
 
 A document t0..tn, including its special tokens, becomes the inputs [t0, .., tn-1] with the targets [t1, .., tn]. It is
 shifted before it is packed, so no target belongs to another document. Segment ids start at 1 in each row. After its
 last segment, a row is padded with zeros. If a document continues in another row, the rest is a separate segment there.
 Aligned segments also have padding between them. A document that others must follow (`Document.after`) is not split.
 
-Each row comes with the point from which to resume after it, `Resume(mark, skip, rows)`. To resume, start with the
-document that came with `mark`, without its first `skip` pairs, and drop the first `rows` of the resulting rows, which
-have already been returned. The third value lists the origin of each segment of the row.
+Each document comes with a mark, a value that identifies where it was read. Each row is yielded as a `Packed`, which
+also contains the point from which to resume after the row, `Resume(mark, skip, rows)`. To resume, start with the
+document of `mark`, omit its first `skip` pairs of an input and a target, and drop the first `rows` resulting rows,
+which have already been returned.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -31,8 +32,8 @@ class Resume(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """The beginning of a segment: pair `start` of the document that came with `mark`, or, if `after` is not 0, of the
-    `after`-th document in its `Document.after`."""
+    """The origin of a segment, which begins with pair `start` of a document: the document of `mark` or, if `after` is
+    not 0, the `after`-th document (counted from 1) in the `Document.after` of that document."""
 
     mark: Any
     start: int
@@ -40,7 +41,7 @@ class Origin(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A row with what the module docstring describes."""
+    """A row, the point from which to resume after it, and the origin of each of its segments."""
 
     row: PackedRow
     resume: Resume
@@ -51,8 +52,8 @@ class Packed(NamedTuple):
 class Packing:
     """How documents share rows of `length` tokens.
 
-    The fields are keys of the configuration, except `align`: every segment begins at a multiple of this many tokens,
-    which divides `length`.
+    The fields are configuration keys, except `align`: every segment begins at a multiple of `align` tokens. `length`
+    must be a multiple of `align`.
     """
 
     length: int
@@ -63,20 +64,20 @@ class Packing:
     align: int = 1
 
     def __post_init__(self) -> None:
-        assert self.length % self.align == 0, "the end of a row is a place where a segment may begin"
+        assert self.length % self.align == 0, "length must be a multiple of align"
 
     @property
     def identity(self) -> dict[str, Any]:
-        """A JSON-compatible value, equal for packings that make equal rows of equal documents. It contains every field,
-        but `align` only if it is not 1, so that rows prepared before `align` existed stay valid."""
+        """A JSON-compatible value that is equal for packings that make equal rows from equal documents. It contains
+        every field, but omits `align` if that is 1, so that rows prepared before `align` existed stay valid."""
         found = {name: value for name, value in asdict(self).items() if (name, value) != ("align", 1)}
         if self._concatenates and self.max_segments > 0:
             found["kind"] += ", bounded"  # earlier versions ignored max_segments
         return found
 
     def rows(self, documents: Iterable[tuple[Any, Document]], counts: Counts, skip: int = 0) -> Iterator[Packed]:
-        """Yields the rows of `documents`, which are pairs of a mark and a document. Omits the first `skip` pairs of the
-        first document."""
+        """Yields the rows of `documents`, each of which comes with its mark. Omits the first `skip` pairs of an input
+        and a target in the first document."""
         documents = self._counted(documents, counts)
         if self._concatenates:
             return _concat(documents, self, counts, skip)
@@ -110,7 +111,7 @@ class _Row:
         self.arrays = {name: np.zeros(self.length, np.int32) for name in ("inputs", "targets", "segmentation", "loss")}
 
     def add(self, mark: Any, document: Document, start: int, stop: int) -> None:
-        """Appends pairs [start, stop) of a document as a new segment, and the documents in `after`."""
+        """Appends pairs [start, stop) of a document as a new segment, and each document in its `after` as another."""
         self.documents += 1
         self._append(document, start, stop)
         self.origins.append(Origin(mark, start))
@@ -129,11 +130,11 @@ class _Row:
 
 
 def _concat(documents: Iterable[tuple[Any, Document]], packing: Packing, counts: Counts, skip: int) -> Iterator[Packed]:
-    """Concatenates documents and splits them into rows. A row with the maximum number of segments ends there."""
+    """Concatenates documents and splits them into rows. A row also ends at the maximum number of segments."""
     length = packing.length
     row = _Row(length, packing.align)
     for mark, document in documents:
-        assert not document.after, "it would be split"
+        assert not document.after, "concatenation would split a document with followers"
         start, skip, pairs = skip, 0, document.pairs
         while start < pairs:
             stop = min(pairs, start + length - row.fill)
@@ -149,8 +150,9 @@ def _concat(documents: Iterable[tuple[Any, Document]], packing: Packing, counts:
 
 
 def _fit(documents: Iterable[tuple[Any, Document]], packing: Packing, counts: Counts, skip: int) -> Iterator[Packed]:
-    """Packs each piece of a document, unsplit, into a row of a group: the first row with enough space (first_fit) or
-    the fullest one with enough space (best_fit). A piece that fits into no row of the group ends the group."""
+    """Packs each piece of a document, unsplit, into a row of the current group: the first row with enough space
+    (first_fit) or the fullest such row (best_fit). A piece that fits into no row starts a new row; if the group has its
+    maximum number of rows, the new row starts a new group."""
     length = packing.length
     group: list[_Row] = []
     begin = Resume(None, 0, 0)
@@ -167,7 +169,7 @@ def _fit(documents: Iterable[tuple[Any, Document]], packing: Packing, counts: Co
         for piece in range(start, pairs, length):
             stop = min(piece + length, pairs)
             places = document.places(packing.align) if document.after else stop - piece
-            assert places <= length, "it would be split"
+            assert places <= length, "a document with followers is longer than a row"
             room = [row for row in group if row.fill + places <= length and row.documents != limit]
             if not room and len(group) == size:
                 after = Resume(mark, piece, 0)

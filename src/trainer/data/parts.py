@@ -1,4 +1,4 @@
-"""Tokenizes and packs the parts of a corpus, in this process or in several.
+"""Tokenizes and packs the parts of a corpus, in this process or in several processes.
 
 Documents are packed within their part only, so the rows depend neither on the number of processes nor on their order.
 """
@@ -30,7 +30,7 @@ Part = Sequence[tuple[int, Piece]]  # pieces of corpora, each with the index of 
 
 @dataclass(frozen=True)
 class Work:
-    """The documents of all parts, how to make rows of them, and the folder for the parts' folders."""
+    """The documents of all parts, the encoder and packing that make rows from them, and the output folder."""
 
     corpora: Sequence[Corpus]
     encoder: Encoder
@@ -40,26 +40,26 @@ class Work:
 
     @property
     def drops_duplicates(self) -> bool:
-        """Whether of equal records only the first is kept."""
+        """Whether only the first of equal records is kept."""
         return any(corpus.filters and corpus.filters.duplicates for corpus in self.corpora)
 
     @property
     def duplicates(self) -> Path:
-        """The folder of the search for duplicates."""
+        """The temporary folder for finding duplicates."""
         return self.folder / "duplicates"
 
     def place(self, i: int) -> Path:
-        """Returns the folder of part `i`: `folder` itself if there is only one."""
+        """Returns the folder of part `i`: `folder` itself if there is only one part."""
         return self.folder / f"part-{i:05}" if len(self.parts) > 1 else self.folder
 
 
 class Cut(NamedTuple):
-    """How the work is divided.
+    """How the preparation is divided into parts and processes.
 
     Attributes:
-      size: each part has about this many bytes of the data's files; 0: one part.
-      workers: the most processes; 0: one for each core.
-      beam: Apache Beam's options, if Beam prepares the parts.
+      size: the approximate size of a part, in bytes of the data files; 0: one part.
+      workers: the maximum number of processes; 0: one for each core.
+      beam: the options of Apache Beam, which then runs the preparation; None: Beam is not used.
     """
 
     size: int = 0
@@ -68,13 +68,13 @@ class Cut(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """The totals of some rows.
+    """Totals over rows.
 
     Attributes:
-      rows: their number.
-      tokens: targets that bear loss.
-      pairs: positions that are not padding.
-      target_bytes: bytes of the text of targets that bear loss; 0 if the tokenizer does not define them.
+      rows: the number of rows.
+      tokens: the number of targets that bear loss.
+      pairs: the number of positions that are not padding.
+      target_bytes: the number of text bytes of the targets that bear loss; 0 if the tokenizer does not define it.
     """
 
     rows: int = 0
@@ -84,7 +84,7 @@ class Totals(NamedTuple):
 
 
 class Written(NamedTuple):
-    """The totals and counts of some rows, and the files to which their segments refer (see `rows.write`)."""
+    """The totals and counts of written rows, and `names`, the result of `rows.write`."""
 
     totals: Totals
     counts: Counts
@@ -92,7 +92,7 @@ class Written(NamedTuple):
 
     @classmethod
     def read(cls, meta: dict[str, Any]) -> "Written":
-        """Returns the object of which `as_dict` returned `meta`."""
+        """Returns the object that `as_dict` converted to `meta`."""
         counts = meta["counts"] | {"noticed": {kind: tuple(found) for kind, found in meta["counts"]["noticed"].items()}}
         return cls(Totals(**meta["totals"]), Counts(**counts), [*map(tuple, meta["names"])])
 
@@ -110,8 +110,8 @@ def total(written: Sequence[Written], noun: str) -> tuple[Totals, Counts]:
 
 
 def parts_of(corpora: Sequence[Corpus], size: int) -> list[Part]:
-    """Returns the parts of some corpora: consecutive pieces of together about `size` bytes; one part if `size` is 0. A
-    piece that cannot be cut is not shared by two parts, so its part may be larger."""
+    """Divides corpora into parts. A part consists of consecutive pieces of about `size` bytes in total, or more if one
+    piece is larger; if `size` is 0, there is one part."""
     parts: list[list[tuple[int, Piece]]] = [[]]
     total = 0.0
     for i, corpus in enumerate(corpora):
@@ -127,7 +127,8 @@ def parts_of(corpora: Sequence[Corpus], size: int) -> list[Part]:
 def records_of(
     corpora: Sequence[Corpus], part: Part, counts: Counts, track: Callable[[float], None]
 ) -> Iterator[Record]:
-    """Yields the records of a part in order. `track` gets the share read so far, and `counts` the dropped records."""
+    """Yields the records of a part in order. Calls `track` with the share read so far, and adds dropped records to
+    `counts`."""
     groups = [(i, [piece for _, piece in group]) for i, group in itertools.groupby(part, lambda pair: pair[0])]
     for done, (i, pieces) in enumerate(groups):
         yield from corpora[i].records(lambda share, done=done: track((done + share) / len(groups)), pieces, counts)
@@ -141,8 +142,8 @@ def documents_of(
     part: Part | None = None,
     kept: Callable[[Iterator[Record]], Iterator[Record]] = lambda records: records,
 ) -> Iterator[tuple[Any, Document]]:
-    """Yields the documents of a part, by default of all corpora, in order, each with the place of its record. Encodes
-    one chunk at a time. `track` gets the share read so far; `kept` returns the records to encode."""
+    """Yields the documents of `part` (None: of all corpora) in order, each with the location of its record. Encodes one
+    chunk at a time. Calls `track` with the share read so far. `kept` selects the records to encode."""
     (part,) = [part] if part is not None else parts_of(corpora, 0)
     read = [0.0]
     records = kept(records_of(corpora, part, counts, lambda share: read.__setitem__(0, share)))
@@ -154,13 +155,15 @@ def documents_of(
 
 
 def write_parts(work: Work, cut: Cut, label: str, say: Callable[[str], None]) -> list[Written]:
-    """Writes the rows of all parts. Parts that an earlier call finished are kept.
+    """Writes the rows of all parts. Parts that an earlier call finished are reused.
 
     Args:
-      label: the name of the data, for progress; `say` gets lines of progress.
+      label: the name of the data in progress messages.
+      say: called with each progress message.
 
     Raises:
-      UserError: a record cannot be encoded, or a process died. OSError: the disk is full.
+      UserError: a record cannot be encoded, or a process died.
+      OSError: the disk is full.
     """
     every = range(len(work.parts))
     if work.drops_duplicates:
@@ -213,7 +216,7 @@ def _without_progress(called: workers.Task, i: int) -> None:
 
 
 def _is_finished(folder: Path) -> bool:
-    """Returns whether an earlier call wrote the folder of a part. Removes it if it is damaged."""
+    """Returns whether an earlier call completed the folder of a part. Removes the folder if it is damaged."""
     if not folder.exists():
         return False
     try:
@@ -229,7 +232,8 @@ def _hash(work: Work, i: int, track: Callable[[float], None]) -> None:
 
 
 def _commit(work: Work, i: int, track: Callable[[float], None]) -> None:
-    """Writes a part into a new folder, which gets its name when it is complete, unless another process was first."""
+    """Writes a part into a temporary folder, and renames the folder when it is complete. Discards the folder if another
+    process has completed the part first."""
     folder = work.place(i)
     temporary = folder.with_name(f"{folder.name}.{platform.node()}-{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -265,7 +269,7 @@ def _write_part(work: Work, i: int, folder: Path, track: Callable[[float], None]
             else:
                 counts.notice(
                     "duplicates",
-                    lambda: f"{counts.what} are dropped, because an equal one comes before; the first: {record.where}",  # noqa: B023
+                    lambda: f"{counts.what} are dropped as duplicates; the first: {record.where}",  # noqa: B023
                 )
 
     keep: Any = {"kept": kept} if work.drops_duplicates else {}

@@ -28,17 +28,17 @@ from trainer.data.tokenizer import MIN_VOCAB_SIZE, Tokenizer, train_bpe
 from trainer.data.tokenizer_files import load_tokenizer
 
 FORMAT = 3  # incremented if the rows of equal documents change, so that older folders and positions are refused
-# What META has to contain, and what it contains if there are several parts.
+# The required entries of META, and those that exist only if there are several parts.
 _COUNTS = {"rows": Field(int, 1, 1 << 62), "tokens": Field(int, 0, 1 << 62), "documents": Field(int, 0, 1 << 62)}
 _PARTS = {"parts": Field(int, 2), "stored": Field(list)}
-BPE_BYTES = 64 << 20  # the maximum bytes of text for training a BPE
+BPE_BYTES = 64 << 20  # the maximum size of the text on which a BPE is trained
 
 
 def open_tokenizer(
     config: Config, train: Sequence[Corpus], weights: Sequence[int], root: Path, say: Progress
 ) -> Tokenizer | None:
-    """Returns the tokenizer of tokenizer_path and tokenizer_type. Without these keys, trains a BPE on the first 64 MiB
-    of the training documents and stores it in `root`. Returns None if all columns are token ids.
+    """Returns the tokenizer that tokenizer_path and tokenizer_type select. Without these keys, trains a BPE on the
+    first 64 MiB of the training documents and stores it in `root`. Returns None if all columns are token ids.
 
     Raises UserError if vocab_size is too small for the tokenizer.
     """
@@ -51,22 +51,22 @@ def open_tokenizer(
         if tokenizer.largest >= size:
             raise UserError(
                 f"vocab_size={size}, but the tokenizer {config.tokenizer_path or config.tokenizer_type} has "
-                f"{tokenizer.vocab_size} tokens; set vocab_size={tokenizer.largest + 1} or more, or give the model's "
-                "own tokenizer_path"
+                f"{tokenizer.vocab_size} tokens; set vocab_size={tokenizer.largest + 1} or more, or set "
+                "tokenizer_path to the model's tokenizer"
             )
         joined = len(config.train_data_columns) > 1 and not any(config[key] for key in METHODS)
         if joined and (template := tokenizer.chat_template):
             say(
-                f"{template.where} has a chat template, which is not applied: columns are joined as they are; "
-                "trainer.sft applies it"
+                f"{template.where} has a chat template, which is not applied: columns are joined unchanged; "
+                "trainer.sft applies the template"
             )
         return tokenizer
     if not config.tokenize_train_data or token_files(config):
         return None
     if size < MIN_VOCAB_SIZE:
         raise UserError(
-            f"vocab_size={size}: the byte-level tokenizer that is trained needs at least {MIN_VOCAB_SIZE} "
-            "(every byte and the end of a document)"
+            f"vocab_size={size}: training a byte-level tokenizer needs at least {MIN_VOCAB_SIZE} "
+            "(one token for each byte, and one for the end of a document)"
         )
     key = _key([FORMAT, size, BPE_BYTES, [corpus.identity for corpus in train], list(weights)])
     folder = root / f"bpe-v{size}-{key}"
@@ -117,7 +117,7 @@ def open_rows(
 ) -> Rows:
     """Returns the concatenated rows of the corpora. Prepares them if necessary.
 
-    The folder's name is a hash of everything that determines the rows: records, tokenizer, packing and parts.
+    The folder's name contains a hash of everything that determines the rows: records, tokenizer, packing and parts.
     """
     identity = {
         "format": FORMAT,
@@ -132,7 +132,7 @@ def open_rows(
     folder = root / f"{folder_name}-l{packing.length}-{_key(identity)}"
     if not folder.exists():
         if len(parts) > 1:
-            identity["parts"] = len(parts)  # the pieces may be many
+            identity["parts"] = len(parts)  # instead of the list of pieces, which may be long
 
         def build(temporary: Path) -> dict[str, Any]:
             return identity | _build(Work(corpora, encoder, packing, parts, temporary), cut, say)
@@ -161,7 +161,10 @@ def _is_part(name: Any, rows: Any) -> bool:
 
 
 def _build(work: Work, cut: Cut, say: Progress) -> dict[str, Any]:
-    """Writes the rows of all parts and returns their entries of META. Raises UserError if no token bears loss."""
+    """Writes the rows of all parts, and returns the META entries that describe them.
+
+    Raises UserError if no token bears loss.
+    """
     corpora, packing, name = work.corpora, work.packing, _label(work.corpora)
     parts = f" in {len(work.parts)} parts" if len(work.parts) > 1 else ""
     say(f"tokenizing and packing {name}{parts}")
@@ -212,7 +215,8 @@ def no_text(corpora: Sequence[Corpus], counts: Counts, packing: Packing) -> User
 
 
 def no_loss(corpora: Sequence[Corpus], pairs: int, counts: Counts, packing: Packing) -> UserError:
-    """Returns the error for corpora whose rows have `pairs` tokens, none with loss: possible only with two columns."""
+    """Returns the error for corpora with `pairs` tokens, none of which bears loss. This is possible only with two
+    columns, a prompt and its completion."""
     cut = f"{counts.cut:,} of them cut off by use_truncation=true, " if counts.cut else ""
     give = f"{counts.hint}, fill the column," if counts.longest else "; fill the column,"
     return UserError(

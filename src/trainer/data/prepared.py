@@ -1,7 +1,7 @@
-"""The folder that trainer.prepare makes: all that training reads of its data.
+"""The folder that trainer.prepare makes. It contains all data that training reads.
 
-prepared.json (written last) lists the folders of the rows, with the weights of a mixture, and identifies the data.
-config.yml has the keys, and tokenizer/ the tokenizer's files.
+prepared.json (written last) lists the folders of the rows and the weights of a mixture, and identifies the data.
+config.yml contains the configuration, and tokenizer/ contains the tokenizer's files.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ class Prepared:
       name: the data set's name.
       labels, weights, train: the name, the weight and the rows of each component of the training data.
       evaluation: the held-out rows; None if there is no evaluation.
-      noun: the noun for a record.
+      noun: the word for a record in messages; "" means document.
       limit: the upper bound (exclusive) of the ids in the rows.
       identity: `Dataset.identity` without `order`.
     """
@@ -49,7 +49,7 @@ class Prepared:
 
 
 def write_place(place: Path, prepared: Prepared, tokenizer: Tokenizer | None, config: Config) -> None:
-    """Writes the manifest of the rows in `place`, the tokenizer's files and the keys.
+    """Writes the tokenizer's files, the configuration and the manifest into `place`, the folder that contains the rows.
 
     Raises:
       OSError: a file cannot be written.
@@ -99,7 +99,7 @@ def read_place(place: Path) -> tuple[Prepared, bool]:
     problems = [f"{name} is missing" for name in _FIELDS if name not in found] or field_problems(found, _FIELDS)
     names = [*found.get("train", ()), *filter(None, [found.get("evaluation")])] if not problems else []
     problems += [
-        f"{shortened(name)!r} is not a name" for name in names if Path(name).name != name or name in ("", "..")
+        f"{shortened(name)!r} is not a folder name" for name in names if Path(name).name != name or name in ("", "..")
     ]
     if not problems and not 0 < len(found["train"]) == len(found["weights"]) == len(found["labels"]):
         problems.append("train, weights and labels differ in length")
@@ -166,5 +166,5 @@ def tokenizer_of(place: Path, prepared: Prepared, keys: Mapping[str, Any]) -> To
 
 
 def short(facts: Any) -> str:
-    """Returns a short hash."""
+    """Returns a short hash of `facts`."""
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:12]

@@ -1,7 +1,7 @@
-"""Readers for records: the interface, and text formats. In order from any position, and by index if a format allows.
+"""Readers of records: the interface, and readers of text formats. All read in order from any position, some by index.
 
 A *cursor* is the position from which to resume: a byte offset in JSONL and TFRecord files, otherwise a record number.
-Parts can be cut at some cursors (`cuts`), to be read by several processes.
+Parts can be cut at some cursors (`cuts`), so that several processes can read them.
 """
 
 import codecs
@@ -23,8 +23,8 @@ from trainer.runtime.remote import RemoteFile
 
 Columns = tuple[str, ...]
 CHUNK = 256  # records to read at once
-_EXPECTED = 1 << 22  # bytes of the largest text file that is requested before it is read
-_BLOCK = 1 << 20  # bytes to read at once of a line that is skipped
+_EXPECTED = 1 << 22  # the maximum size of a remote text file that is requested ahead
+_BLOCK = 1 << 20  # bytes to read at once while skipping the rest of a line
 
 
 class NoColumn(UserError):
@@ -41,7 +41,7 @@ class Part(Protocol):
 
     @property
     def name(self) -> str:
-        """The file, or another name for messages."""
+        """The name in messages, such as the path of a file."""
         ...
 
     @property
@@ -51,23 +51,24 @@ class Part(Protocol):
 
     @property
     def size(self) -> int:
-        """The part's size in bytes, by which it is cut."""
+        """The part's size in bytes, which determines how many pieces it is cut into."""
         ...
 
     @property
     def restores(self) -> bool:
-        """Whether the columns are restored (`data.arrow`); earlier versions read other values."""
+        """Whether `data.arrow` restores values of the columns. If so, earlier versions read different values."""
         ...
 
     def cuts(self, count: int) -> list[int]:
-        """Returns at most `count` - 1 increasing cursors, which cut the part into pieces of about equal sizes; [] if it
-        cannot be cut. They depend only on the part's contents."""
+        """Returns at most `count` - 1 increasing cursors that cut the part into pieces of about equal size; [] if the
+        part cannot be cut. For a given `count`, the cursors depend only on the part's contents."""
         ...
 
     def read(self, cursor: int = 0, stop: int | None = None) -> Iterator[tuple[int, float, Record]]:
-        """Yields, from `cursor` on: the cursor after each record, the share of the part read so far, and the record.
+        """Yields (cursor after the record, share of the part read so far, record) for each record from `cursor` on.
 
-        `stop`: the end, None or one of `cuts`. Records that begin before it are read whole.
+        `stop`: the end of the piece, one of `cuts`; None: the end of the part. A record that begins before `stop` is
+        read whole.
         """
         ...
 
@@ -116,7 +117,7 @@ class TextPart(FilePart):
     _expected: Future[bytes] | None = None
 
     def expect(self) -> None:
-        """Requests the content, if it is remote and small, before it is read."""
+        """Requests the content of a small remote file ahead of `read`."""
         if isinstance(self.path, RemoteFile) and self.weight <= _EXPECTED and self._expected is None:
             self._expected = later(self.path.read_bytes)
 
@@ -131,10 +132,11 @@ class TextPart(FilePart):
 
 
 class Line(Location):
-    """The line of a file that begins at a byte offset, `number`. The line's number is computed only for messages."""
+    """The location of a line by the offset of its first byte, `number`. The line number is computed only for
+    messages."""
 
     def __str__(self) -> str:
-        if not Path(self.name).is_file():  # it was removed after the line was read, or is remote
+        if not Path(self.name).is_file():  # the file was removed after the line was read, or is remote
             return super().__str__()
         try:
             with opened(Path(self.name)) as file:
@@ -151,8 +153,7 @@ LINE = "at byte"  # the unit of a `Line`
 
 @contextlib.contextmanager
 def opened(path: Any, stop: int | None = None) -> Iterator[Any]:
-    """Opens a file for reading bytes, decompressed if it is gzip. Of a remote file, nothing after `stop` is requested
-    ahead."""
+    """Opens a file for reading bytes, decompressed if it is gzip. In a remote file, read-ahead ends at `stop`."""
     with path.open("rb", buffering=0) as file:
         compressed = file.read(len(GZIP)) == GZIP
     if not compressed:
@@ -173,7 +174,7 @@ class JsonlPart(FilePart):
 
     def read(self, cursor: int = 0, stop: int | None = None) -> Iterator[tuple[int, float, Record]]:
         with damaged_file(self.path, (OSError, EOFError, zlib.error)), opened(self.path, stop) as file:
-            if cursor:  # it may be within a line, which belongs to the piece before
+            if cursor:  # may be within a line, which belongs to the previous piece
                 file.seek(cursor - 1)
                 while (skipped := file.readline(_BLOCK)) and not skipped.endswith(b"\n"):
                     pass
@@ -187,7 +188,7 @@ class JsonlPart(FilePart):
                 if not line.strip():
                     continue
                 try:
-                    # Surrogates in a text may be escaped, or encoded like characters.
+                    # Surrogates in a text may be escaped, or encoded in UTF-8 like characters.
                     values = json.loads(line.removeprefix(codecs.BOM_UTF8).decode("utf-8", "surrogatepass"))
                 except (ValueError, RecursionError) as error:
                     raise UserError(
@@ -200,12 +201,12 @@ class JsonlPart(FilePart):
 
 
 def even_cuts(size: int, count: int) -> list[int]:
-    """Returns the cursors that cut `size` bytes or records into `count` pieces; see `Part.cuts`."""
+    """Returns the cursors that cut `size` bytes or records into `count` pieces of about equal size."""
     return sorted({size * i // count for i in range(1, count)} - {0})
 
 
 def pick(values: Any, columns: Columns, where: Any) -> Record:
-    """Returns the wanted columns of a dict. If a column is missing, the UserError names the existing ones."""
+    """Returns the wanted columns of a dict. If a column is missing, raises UserError with the existing columns."""
     try:
         record = Record(where, tuple(values[name] for name in columns))
     except KeyError as error:
@@ -217,7 +218,7 @@ def pick(values: Any, columns: Columns, where: Any) -> Record:
 
 
 def parsed(parse: Callable[[bytes], Any], data: bytes, columns: Columns, where: Location) -> Record:
-    """Returns `pick` of the result of `parse(data)`."""
+    """Returns the wanted columns of the dict `parse(data)`."""
     try:
         values = parse(data)
     except ValueError as error:

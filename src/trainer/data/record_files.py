@@ -21,7 +21,7 @@ class ArrayRecordPart(FilePart):
         super().__init__(path, columns)
         self._parse, self._start, self._given = parse, start, stop
         self._reader: Any = None
-        self._copy: Any = None  # of a remote file, held open so that it stays
+        self._copy: Any = None  # the local copy of a remote file, open so that it is not removed
         if not isinstance(path, RemoteFile):
             len(self)  # raises for a damaged file
         self._reader = None  # each process that reads opens a separate one
@@ -31,7 +31,7 @@ class ArrayRecordPart(FilePart):
         with self._errors():
             count = self._open().num_records()
         if not count:
-            # The number of records is stored at the end of a file.
+            # The number of records is stored at the end of the file, so a truncated file may appear empty.
             raise UserError(
                 f"{self.path} is damaged, truncated, or not an ArrayRecord file: no records can be read; "
                 "copy it or write it again"
@@ -76,7 +76,7 @@ class ArrayRecordPart(FilePart):
             self._release()
 
     def _release(self) -> None:
-        """Closes a copy, so that others may take its place."""
+        """Closes the local copy of a remote file, so that it may be removed to make room."""
         if self._copy is not None:
             self._reader = self._copy = None
 

@@ -14,8 +14,8 @@ class Rendered(NamedTuple):
 
     Attributes:
       text: the text.
-      learnt: the ranges within `{% generation %}`, in order.
-      plain: the ranges of special token names that came from a message, and so are ordinary text.
+      learnt: the ranges inside `{% generation %}` blocks, which are trained, in order.
+      plain: the ranges in which a message contains the name of a special token, which is ordinary text there.
     """
 
     text: str
@@ -49,7 +49,8 @@ class Encoded(NamedTuple):
 
 
 def pattern(names: Collection[str]) -> re.Pattern[str]:
-    """Returns an expression that matches any of `names`, the longest first; it matches nothing if there are none."""
+    """Returns a regular expression that matches any of `names` and prefers longer names. Without names, it matches
+    nothing."""
     longest_first = sorted(filter(None, names), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
@@ -77,7 +78,8 @@ def _cut(text: str, ranges: Sequence[Range]) -> Iterator[tuple[str, int, bool]]:
 
 
 def from_bytes(text: str, start: int, ids: Sequence[int], ends: Sequence[int]) -> Encoded:
-    """Returns the tokens of `text`, which begins at `start` in the whole text. `ends`: the byte after each token."""
+    """Returns tokens of `text` with their ranges in the whole text, in which `text` begins at `start`. `ends`: the end
+    of each token in `text`, in bytes."""
     widths = [len(char.encode()) for char in text] if not text.isascii() else [1] * len(text)
     char_of_byte = np.repeat(np.arange(len(text)), widths)
     stops = np.asarray(ends, np.int64)
@@ -91,8 +93,9 @@ def from_bytes(text: str, start: int, ids: Sequence[int], ends: Sequence[int]) -
 
 
 def from_offsets(ids: Sequence[int], offsets: Any, start: int) -> Encoded:
-    """Returns tokens with the ranges `offsets` [n, 2] in a text that begins at `start` in the whole text. A token that
-    is only a part of a character gets the range up to the end of the next token with a character."""
+    """Returns tokens with their ranges in the whole text; `offsets` [n, 2] are ranges in a text that begins at `start`
+    in the whole text. An empty range, of a token that is only part of a character, is extended to the end of the next
+    nonempty range."""
     starts, stops = np.asarray(offsets, np.int64).reshape(-1, 2).T.copy()
     for i in reversed(np.flatnonzero(stops[:-1] <= starts[:-1])):
         stops[i] = max(stops[i + 1], starts[i])

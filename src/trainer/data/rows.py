@@ -1,8 +1,10 @@
 """Packed rows as memory-mapped NumPy files in one folder per part of the data.
 
-rows.npy [rows, fields, length], and their checksums crc32.npy [rows]. Where each segment comes from: segment_ends.npy
-[rows], the total number of segments up to the end of each row, and segments.npy [segments, 4] with the index of its
-file or table, the number of the record there, and `start` and `after` of its `packing.Origin`.
+- rows.npy [rows, fields, length]: the rows.
+- crc32.npy [rows]: the checksum of each row.
+- segments.npy [segments, 4]: the origin of each segment: the index of its file or table, the number of the record
+  there, and `start` and `after` of its `packing.Origin`.
+- segment_ends.npy [rows]: the total number of segments up to the end of each row.
 """
 
 import functools
@@ -19,17 +21,17 @@ from trainer.data.packing import Origin, Packed
 
 FILE, SUMS = "rows.npy", "crc32.npy"
 SEGMENTS, ENDS = "segments.npy", "segment_ends.npy"
-_OPEN = 64  # folders that are open at the same time
+_OPEN = 64  # the maximum number of folders that are open at the same time
 _FIELDS = ("inputs", "targets", "segmentation", "loss")  # the last one only if some targets bear no loss
 Names = dict[tuple[str, str], int]  # the index of each file or table by its name and its records' unit, see `Location`
 
 
 class StoredRows:
-    """The rows that `write` stored in `folders`, one after another, as a source. Reads only the requested rows, and
-    verifies each of them.
+    """A source of the rows that `write` stored in `folders`, concatenated. Reads only the requested rows, and verifies
+    each of them.
 
     Args:
-      folders: each with its number of rows, which is not 0.
+      folders: each folder with its number of rows, which is not 0.
       limit: the upper bound (exclusive) of the ids.
 
     Raises UserError if a file's header or a requested row is damaged.
@@ -82,8 +84,8 @@ class StoredRows:
 
 
 def origins(folder: Path, index: int) -> np.ndarray | None:
-    """Returns the lines of SEGMENTS for a row of a folder: int64 [segments of the row, 4]. None if an earlier version
-    wrote the folder."""
+    """Returns the entries of SEGMENTS for row `index` of a folder: int64 [segments of the row, 4]. Returns None if the
+    folder was written by an earlier version, which did not store them."""
     if not (folder / SEGMENTS).exists():
         return None
     ends, segments = _mapped(folder, ENDS, 1), _mapped(folder, SEGMENTS, 2)
@@ -104,8 +106,8 @@ def write(folder: Path, rows: Iterable[Packed], *, length: int, vocab_size: int,
     """Writes `rows` into `folder`, in order and in bounded memory. Returns the names and units of the files and tables
     to which SEGMENTS refers.
 
-    Ids are stored in 16 bits if they and the segment numbers, 1 to `length`, fit. `masked`: whether some targets bear
-    no loss. Raises OSError if the disk is full.
+    Rows are stored as uint16 if all ids and segment numbers (1 to `length`) fit, otherwise as int32. `masked`: whether
+    some targets bear no loss. Raises OSError if the disk is full.
     """
     dtype = np.dtype(np.uint16 if max(vocab_size, length + 1) <= 1 << 16 else np.int32)
     fields = _FIELDS if masked else _FIELDS[:-1]
@@ -152,7 +154,7 @@ class _Growing:
         with self._file:
             self._file.seek(0)
             self._write_header()
-            assert self._file.tell() == self._start, "NumPy leaves room for the number of rows"
+            assert self._file.tell() == self._start, "NumPy pads the header, so its size is constant"
 
     def _write_header(self) -> None:
         descr = np.lib.format.dtype_to_descr(self._dtype)

@@ -1,4 +1,4 @@
-"""Shows prepared data to people: what a folder of trainer.prepare has, and one row of it."""
+"""Describes prepared data for people: a summary of a folder that trainer.prepare made, and one of its rows."""
 
 import itertools
 import textwrap
@@ -45,11 +45,13 @@ def _about(rows: Rows, noun: str) -> str:
 
 
 def row(place: Path, number: int, held_out: bool, marks: tuple[str, str]) -> Iterator[str]:
-    """Yields lines about one row of prepared data: for each segment its document, which of its tokens are trained, the
-    text with `marks` around trained tokens, and the ids.
+    """Yields lines about one row of prepared data: for each segment, the location of its document, its text, and its
+    ids.
 
     Args:
-      number: the row, counted from 0 through all components of a mixture in order; `held_out`: of the evaluation rows.
+      number: the row, counted from 0 through all components of a mixture in order.
+      held_out: whether to show an evaluation row instead of a training row.
+      marks: what to print before and after trained tokens in the text.
 
     Raises:
       UserError: there is no such row, or the data are damaged.
@@ -68,7 +70,7 @@ def row(place: Path, number: int, held_out: bool, marks: tuple[str, str]) -> Ite
         (here,) = np.nonzero(batch["inputs_segmentation"] == i + 1)
         yield ""
         yield f"segment {i + 1}, positions {here[0]} to {here[-1]}: {visible(_origin(found, names, i, len(here)))}"
-        # A document has one token more than pairs: the first input, which is context only.
+        # A segment has one token more than targets: its first input, which is never trained.
         ids = [int(batch["inputs"][here[0]]), *batch["targets"][here].tolist()]
         is_trained = [False, *(batch["targets_segmentation"][here] != 0).tolist()]
         if tokenizer:
@@ -90,10 +92,10 @@ def _find(prepared: Prepared, number: int, held_out: bool) -> tuple[Rows, int]:
 
 def _origin(found: np.ndarray | None, names: list[Any], i: int, pairs: int) -> str:
     if found is None or i >= len(found):
-        return "the place of its document is not stored, as in data of an earlier version"
+        return "the location of its document is not stored, because an earlier version prepared the data"
     file, number, start, after = map(int, found[i])
     if not (0 <= file < len(names) and isinstance(names[file], list) and [*map(type, names[file])] == [str, str]):
-        return "the place of its document is damaged"
+        return "the location of its document is damaged"
     name, unit = names[file]
     place = Line(name, number, unit) if unit == LINE else Location(name, number, unit)
     behind = f", sequence {after + 1} of the record" if after else ""

@@ -1,4 +1,4 @@
-"""Finds the documents that the keys of each dataset_type select."""
+"""Opens the corpora that the configuration selects, for each dataset_type."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ from trainer.runtime.remote import each
 
 @dataclass(frozen=True)
 class Source:
-    """The corpora for training, each with a weight, and the corpus for evaluation; None: nothing is held out."""
+    """The corpora for training, each with its weight, and the corpora for evaluation; () if there are none."""
 
     name: str
     train: tuple[Corpus, ...]
@@ -33,7 +33,7 @@ class Source:
 
 
 def open_source(config: Config, say: Progress = lambda line: None) -> Source:
-    """Returns the source that the keys select. `say` gets lines about replaced text.
+    """Returns the source that the configuration selects. `say` is called with messages for the user.
 
     Raises UserError if a file or column is missing, empty or damaged.
     """
@@ -115,7 +115,7 @@ def _hf(config: Config, say: Progress) -> Source:
         patterns = config[key].split(";") if "://" in config[key] else []
         return [file for pattern in patterns for file in find_files(config, pattern.strip(), key)]
 
-    # Before `hf_corpus`, which turns requests to the hub off.
+    # Before `hf_corpus`, which disables requests to the hub.
     train_files, eval_files = remote("hf_train_files"), remote("hf_eval_files")
     announce_copies(config, [*train_files, *eval_files], say, together=True)
     cache = cache_root(config.data_cache_directory) / "huggingface"

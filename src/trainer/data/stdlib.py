@@ -11,7 +11,7 @@ from trainer.config.errors import UserError
 from trainer.data.corpus import Corpus
 from trainer.data.documents import Location, Record, is_held_out
 
-# Tests and large applications. Corpora with them would differ between Python distributions, because some omit them.
+# Tests and large applications. Some Python distributions omit them, so the corpus would differ between distributions.
 EXCLUDED_FOLDERS = frozenset(
     {"test", "tests", "idle_test", "idlelib", "tkinter", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
 )
@@ -28,10 +28,11 @@ class SourceFile:
 
     @property
     def held_out(self) -> bool:
-        """Whether the file is used for evaluation and never for training: 5 % of all paths, independent of the folder.
+        """Whether the file is used for evaluation and never for training. This depends only on its path within the
+        corpus and holds for 5 % of paths.
 
-        The prefix before hashing in `is_held_out` acts as a seed. Without it, a single generated text file,
-        pydoc_data/topics.py, would make up 64 % of the held-out bytes.
+        The prefix that `is_held_out` adds before hashing acts as a seed. Without the prefix, a single generated text
+        file, pydoc_data/topics.py, would make up 64 % of the held-out bytes.
         """
         return is_held_out(self.path.encode(), HELD_OUT_SHARE)
 

@@ -18,9 +18,9 @@ from trainer.data.order import permuted
 from trainer.data.packing import Packing, Resume
 from trainer.data.readers import IndexedPart, Part, indexed
 
-_OPEN_FILES = 8  # if the order is shuffled, the number of files from which to read alternately
+_OPEN_FILES = 8  # the maximum number of files read alternately if the order is shuffled
 _WINDOWS = 1 << 32  # added to the seed, so that the order of windows differs from the order of files
-_BUFFER = 4  # rows that a worker process makes ahead
+_BUFFER = 4  # the number of rows that a worker process prefetches
 _PASSES = 2  # the search for a document ends after this many passes over a fixed share without a document
 
 
@@ -36,11 +36,13 @@ def streamed_rows(
     process_index: int,
     process_count: int,
 ) -> Any:
-    """Returns an endless grain.IterDataset of this process's rows (dicts of arrays [length]), and `counts`, a `Counts`.
+    """Returns an endless grain.IterDataset of this process's rows: dicts of arrays [length], and `counts`, the `Counts`
+    since the previous row.
 
-    Files are divided among the processes if there are enough files. Otherwise each process takes every n-th record.
-    With `seed` None, the order is unchanged. Data that can be read by index are shuffled globally. Other files are
-    shuffled as files, and their records within a window of `window` documents.
+    Data that can be read by index are shuffled globally, and each of n processes gets every n-th record. Otherwise, the
+    order of the files is shuffled, and records are shuffled within windows of `window` records; the files are divided
+    among the processes if there are enough files, otherwise each process gets every n-th record. With `seed` None,
+    nothing is shuffled.
     """
     parts = []
     for corpus in corpora:
@@ -49,7 +51,7 @@ def streamed_rows(
         parts.append(_Through(records, packed))
     rows: Any = parts[0] if len(parts) == 1 else grain.IterDataset.mix(parts, list(map(float, weights)))
     if workers:
-        # grain reads absl's flags, which nothing else here parses.
+        # grain reads absl's flags, which fails until they are parsed or marked as parsed.
         from absl import flags
 
         flags.FLAGS.mark_as_parsed()
@@ -60,7 +62,8 @@ def streamed_rows(
 def _records(
     corpus: Corpus, seed: int | None, window: int, workers: int, process_index: int, process_count: int
 ) -> tuple[Any, Callable[[Any], int]]:
-    """Returns this process's records, and a function that maps their iterator's state to its pass over this share."""
+    """Returns this process's share of the records, and a function that maps the state of their iterator to the number
+    of the current pass over the share."""
     if indexed(corpus.parts):
         every = _Concatenated(corpus.parts)  # type: ignore[arg-type]
         records = grain.MapDataset.source(every)
@@ -68,8 +71,9 @@ def _records(
             records = records.shuffle(seed)
         mine = records.repeat()[process_index::process_count]
         options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-        # If shuffled, each process gets a different share in each epoch, so that it gets every document eventually, and
-        # no pass ever ends. In order, a worker gets every `stride`-th record of the endless order, which repeats.
+        # With shuffling, a process gets a different share in each epoch, and so every document eventually; passes are
+        # not counted. Without shuffling, a worker gets every `stride`-th record of the repeated data, a sequence that
+        # itself repeats after `share` records.
         stride = process_count * max(1, workers)
         share = None if seed is not None else len(every) // math.gcd(len(every), stride)
         return mine.to_iter_dataset(options), functools.partial(_pass_of_index, share)
@@ -86,7 +90,7 @@ def _pass_of_files(state: Any) -> int:
 
 
 class _Concatenated:
-    """The records of several parts under one index."""
+    """The concatenated records of several parts."""
 
     def __init__(self, parts: Sequence[IndexedPart]):
         self._parts = parts
@@ -101,10 +105,10 @@ class _Concatenated:
 
 
 class _Files(grain.IterDataset):
-    """Records of files that are read from the beginning in each epoch; with a seed, in a different order each time.
+    """Records of files that are read from the beginning in each epoch; with a seed, the order of the files changes.
 
-    `shares` are nested (index, count) pairs: first for processes, then for a process's workers. Each level divides the
-    files if there is at least one for each member, otherwise the records.
+    `shares` are nested (index, count) pairs: the first for the process, the second for the worker in the process. Each
+    pair divides the files if there are at least `count` files; otherwise, it and all later pairs divide the records.
     """
 
     def __init__(self, parts: Sequence[Part], seed: int | None, shares: list[tuple[int, int]]):
@@ -160,7 +164,7 @@ class _FilesIterator(grain.DatasetIterator):
                 if ended > 2 * len(self._parts) + len(self._open):
                     raise UserError(
                         f"{self._parts[0].name} and the other files hold too few records for every process and "
-                        "worker to get one; use fewer, or data_pipeline=prepared"
+                        "worker to get one; use fewer processes or workers, or data_pipeline=prepared"
                     )
                 continue
             opened[1], _, record = following
@@ -197,7 +201,8 @@ class _Through(grain.IterDataset):
 
 
 class _Shuffled(grain.DatasetIterator):
-    """Shuffles the records of one window at a time. A window ends with its epoch. Without a seed, keeps the order.
+    """Shuffles the records of one window at a time. A window also ends at the end of an epoch. Without a seed, keeps
+    the order.
 
     `get_state` returns the state of the files at the start of the window, the window's number, and the number of its
     records that were returned.
@@ -209,7 +214,7 @@ class _Shuffled(grain.DatasetIterator):
         self._number = self._given = 0
         self._begin = self._end = parent.get_state()  # the state of the files at both ends of the window
         self._records: list[Record] = []
-        self._ahead: tuple[int, Record] | None = None  # the first record after the window, read to learn its epoch
+        self._ahead: tuple[int, Record] | None = None  # the first record after the window, read to find its epoch
 
     def __next__(self) -> Record:
         if self._given == len(self._records):
@@ -283,7 +288,8 @@ class _Packed(grain.DatasetIterator):
             if number > first + _PASSES:
                 raise UserError(
                     f"{self._corpus.label}: this process's share has no document with text: {read - 1:,} records in "
-                    "succession are empty, held out or dropped; use fewer of them, or data_pipeline=prepared"
+                    "succession are empty, held out or dropped; use fewer processes or workers, or "
+                    "data_pipeline=prepared"
                 )
             record = self._corpus.taken(next(self._parent), self._counts)
             if record is not None:

@@ -12,7 +12,7 @@ from trainer.data.batches import Batch, RowSource, local_rows, make_batch, train
 from trainer.data.documents import Counts
 
 Position = dict[str, Any]
-# The name of each part of a stream's identity for messages.
+# The name in messages of each entry in a stream's identity.
 _NAMES = {
     "format": "the version of the data preparation",
     "way": "data_pipeline",
@@ -121,7 +121,7 @@ class StreamingStream:
         return batch, self.position()
 
     def position(self) -> Position:
-        """Returns the state of the iterator, this process's index and the number of processes."""
+        """Returns the state of the iterator, and the layout of processes and workers for which it is valid."""
         # Converted to JSON and back: this makes a copy, and fails here if the state cannot be stored.
         state = json.loads(json.dumps(self._iterator.get_state()))
         return {"identity": self._identity, "place": self._layout, "state": state}
@@ -143,14 +143,15 @@ class StreamingStream:
         for key, now in self._layout.items():
             if (then := position["place"][key]) != now:
                 raise UserError(
-                    f"the saved position in the data belongs to {key}={then}, but here it is {now}: a streamed corpus "
-                    "can resume only with the same value; use it, or use data_pipeline=prepared, which resumes on any "
-                    "number of processes"
+                    f"the saved position in the data belongs to {key}={then}, but now the value is {now}: a streamed "
+                    "corpus can resume only with the same value; use that value, or data_pipeline=prepared, which "
+                    "resumes on any number of processes"
                 )
 
 
 class RepeatedStream:
-    """Repeats the first batch of `stream` forever. The position stays before it, so a resumed run also repeats it."""
+    """Repeats the first batch of `stream` forever. The position stays before this batch, so that a resumed run repeats
+    the same batch."""
 
     def __init__(self, stream: Stream):
         self._stream, self.per_process = stream, stream.per_process

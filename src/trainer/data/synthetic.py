@@ -8,7 +8,7 @@ from trainer.data.order import mix
 
 EVAL_ROWS = 256  # rows of the evaluation source
 EVAL_OFFSET = 1 << 48  # the index of the first of these rows, which training never reaches
-_CUTS = SYNTHETIC - 1  # cuts in a row, which has one more segment; fewer segments if cuts coincide
+_CUTS = SYNTHETIC - 1  # the number of cuts in a row; n cuts make n + 1 segments, or fewer if cuts coincide
 _STRIDE = 7  # the difference between consecutive tokens
 
 
@@ -17,7 +17,8 @@ class SyntheticRows:
 
     Up to four segments of unequal length share a row, and up to an eighth of the row, at the end, is padding. A segment
     begins at a multiple of `align` tokens with a random token, and continues with next = (token + 7) mod vocab_size, a
-    rule that any model can learn. `size` None is endless. `together`: whether a row may have several segments.
+    rule that any model can learn. With `size` None, the rows are endless. `together`: whether a row may have several
+    segments.
     """
 
     def __init__(

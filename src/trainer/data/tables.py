@@ -1,4 +1,4 @@
-"""Readers for tables of Arrow: Parquet files, and tables of the `datasets` library."""
+"""Readers of Arrow tables: Parquet files, and tables of the `datasets` library."""
 
 import io
 import itertools
@@ -64,7 +64,8 @@ class ParquetPart(FilePart):
             at, first = at + self._groups[first], first + 1
         with self._errors(pyarrow), self._open() as file:
             ends = itertools.accumulate(self._groups)
-            last = sum(end <= (self._rows if stop is None else stop) for end in ends)  # pieces end with a row group
+            # A piece ends at the end of a row group.
+            last = sum(end <= (self._rows if stop is None else stop) for end in ends)
             for batch in self._batches(file, range(first, last)):
                 for values in rows_of(batch) if at + len(batch) > cursor else [None] * len(batch):
                     at += 1
@@ -74,8 +75,8 @@ class ParquetPart(FilePart):
             self.path.check()
 
     def _batches(self, file: Any, groups: Sequence[int]) -> Iterator[Any]:
-        """Yields the rows of row groups in batches. Of a remote file, it looks at one group at a time, because this
-        takes a request for each column with a dictionary."""
+        """Yields the rows of row groups in batches. In a remote file, determines the batch size for one group at a
+        time, because that takes a request for each dictionary-encoded column."""
         columns = list(self.columns)
         for some in [[group] for group in groups] if self._metadata else [list(groups)] if groups else []:
             chunk = self._chunk or rows_at_once(self.path, self._metadata, columns, CHUNK, some)
@@ -83,7 +84,7 @@ class ParquetPart(FilePart):
 
 
 def _remote_metadata(path: RemoteFile) -> Any:
-    """Returns the metadata of a Parquet file. pyarrow would request 64 KiB for them, and again at each opening."""
+    """Returns the metadata of a Parquet file. pyarrow would request 64 KiB for it each time it opens the file."""
     import pyarrow.parquet
 
     with path.open(buffering=0) as file:

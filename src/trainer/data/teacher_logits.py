@@ -1,7 +1,8 @@
 """Saved logits of a teacher for the rows of one prepared data set, in the stored order of the rows.
 
-A folder has the file MANIFEST and shards, each with the records of a fixed number of rows, without any header. The
-manifest lists the SHA-256 of each complete shard, so an interrupted command makes only the other shards.
+A folder contains the file MANIFEST and the shards. Each shard consists of the records of a fixed number of rows,
+without a header. The manifest lists the SHA-256 of each complete shard, so that a restarted command makes only the
+other shards.
 
 Shapes: n rows, t tokens of a row, k saved tokens, v tokens of the teacher's vocabulary.
 """
@@ -44,15 +45,15 @@ _FIELDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What the shards of a folder contain.
+    """A description of the shards in a folder.
 
     Attributes:
       data: a hash of the rows (`hash_of_rows`).
-      rows, length: the number of rows, and of the tokens of each.
-      k, vocab_size: k and v.
-      tokens: the number of leading tokens that the student shares. If k < v, all other tokens are left out.
-      temperature: the temperature of OTHERS.
-      dtype: of the logits.
+      rows, length: the number of rows, and the number of tokens in each row.
+      k, vocab_size: the number of saved tokens, and the size of the teacher's vocabulary.
+      tokens: the number of leading tokens of the vocabulary that the student shares. If k < v, the others are ignored.
+      temperature: the temperature at which OTHERS is computed.
+      dtype: the dtype of the logits.
       teacher: a hash of the teacher's weights.
       shard_rows: the number of rows of each shard except the last.
     """
@@ -75,7 +76,7 @@ class Facts:
 
     @property
     def record(self) -> np.dtype:
-        """The dtype of a row's record, with the batch fields."""
+        """The dtype of a row's record. Its fields are the batch fields."""
         fields = saved_fields(self.k, self.vocab_size, self.dtype)
         return np.dtype(
             [
@@ -91,11 +92,11 @@ class Facts:
         if each >= 1 << 31:
             raise UserError(
                 f"the logits of a row of {self.length} tokens take up to {each:,} bytes, and at most {(1 << 31) - 1:,} "
-                "can be saved; take a smaller teacher_logits_k or max_target_length"
+                "can be saved; use a smaller teacher_logits_k or max_target_length"
             )
 
     def bounds(self) -> dict[str, range]:
-        """Returns the rows of each shard, by file name."""
+        """Returns the row indices of each shard, by file name."""
         firsts = range(0, self.rows, self.shard_rows)
         return {f"shard-{i:06}": range(a, min(a + self.shard_rows, self.rows)) for i, a in enumerate(firsts)}
 
@@ -111,15 +112,15 @@ def rows_of(dataset: Dataset, key: str) -> tuple[RowSource, int]:
 
 
 def hash_of_rows(dataset: Dataset) -> str:
-    """Returns a hash that is equal for equal training rows, also in another order of training."""
+    """Returns a hash that is equal for equal training rows, even if they are trained in different orders."""
     return fingerprint({name: value for name, value in dataset.identity.items() if name != "order"})
 
 
 class SavedLogits:
-    """The complete folder of a teacher's logits. Each shard is verified when it is first read."""
+    """A complete folder of a teacher's logits. Each shard is verified when it is first read."""
 
     def __init__(self, path: str):
-        """Raises UserError if the folder is not complete, or a shard has another size."""
+        """Raises UserError if the folder is incomplete, or a shard has the wrong size."""
         self.folder = local_path(path, f"{PATH}=")
         self.facts, self._sums = _read(self.folder)
         bounds, self._verified = self.facts.bounds(), set[str]()
@@ -136,7 +137,7 @@ class SavedLogits:
 
     @property
     def identity(self) -> str:
-        """A hash that is equal for equal logits, also in another folder."""
+        """A hash that is equal for equal logits, even in different folders."""
         return fingerprint(dataclasses.asdict(self.facts) | {"shards": self._sums})
 
     def rows(self, indices: np.ndarray) -> Batch:
@@ -161,7 +162,7 @@ class SavedLogits:
         except OSError as error:
             raise UserError(f"{PATH}: {file} cannot be read: {error.strerror or error}") from error
         if name not in self._verified and not self.facts.whole and _unknown(records[TOKENS], self.facts.tokens):
-            raise _damaged(file, "has tokens that the vocabulary does not have")
+            raise _damaged(file, "has token ids outside of the vocabulary")
         self._verified.add(name)
         return records
 
@@ -182,7 +183,7 @@ class _WithLogits:
 
 
 def with_logits(dataset: Dataset, path: str) -> Dataset:
-    """Returns `dataset`, with the logits in the folder `path` in its training batches.
+    """Returns `dataset` with the logits from the folder `path` added to its training batches.
 
     Raises:
       UserError: the folder belongs to other rows.
@@ -192,7 +193,7 @@ def with_logits(dataset: Dataset, path: str) -> Dataset:
     there = dataclasses.asdict(saved.facts)
     if changed := [f"{name} {there[name]} there, {now} here" for name, now in here.items() if there[name] != now]:
         raise UserError(
-            f"{PATH}={path}: the logits belong to other rows ({', '.join(changed)}); give the data, the tokenizer and "
+            f"{PATH}={path}: the logits belong to other rows ({', '.join(changed)}); use the data, the tokenizer and "
             "the packing of the command that saved them"
         )
     identity = dataset.identity | {"logits": saved.identity}
@@ -201,8 +202,9 @@ def with_logits(dataset: Dataset, path: str) -> Dataset:
 
 @contextlib.contextmanager
 def writer(path: str, facts: Facts, teacher_path: str) -> Iterator[tuple[dict[str, range], Callable[..., None]]]:
-    """Makes the folder `path`, or continues an interrupted one. Yields the rows of each shard that it lacks, and
-    `write(name, batches)`, which writes such a shard from dicts of arrays [n, ...] in order.
+    """Creates the folder `path`, or continues an incomplete one. Yields the row indices of each missing shard by file
+    name, and a function `write(name, batches)`, which writes a missing shard. `batches` are dicts of arrays [n, ...]
+    that together contain the shard's rows in order.
 
     Raises:
       UserError: the folder has other logits or other files, another process writes to it, or it cannot be written.
@@ -237,13 +239,14 @@ def writer(path: str, facts: Facts, teacher_path: str) -> Iterator[tuple[dict[st
             yield {name: rows for name, rows in bounds.items() if name not in sums}, write
     except OSError as error:
         raise UserError(
-            f"save_teacher_logits={path}: cannot be written: {error.strerror or error}; complete shards are kept, and "
-            "the same command continues"
+            f"save_teacher_logits={path}: cannot be written: {error.strerror or error}; complete shards are kept: run "
+            "the same command again to continue"
         ) from error
 
 
 def _begun(folder: Path, facts: Facts) -> tuple[Facts, dict[str, str]]:
-    """Returns `facts` and the SHA-256 of the shards that an earlier command completed. Removes its other files."""
+    """Returns `facts` with the shard size of the earlier command, if there was one, and the SHA-256 of each shard that
+    the command completed. Removes its incomplete shards."""
     if not os.path.lexists(folder / MANIFEST):
         if any(path.name != LOCK_FILE for path in folder.iterdir()):
             raise UserError(f"save_teacher_logits={folder}: has other files; choose a new folder")

@@ -7,13 +7,14 @@ REPLACEMENT = "\ufffd"
 # The bytes of a surrogate whose code point is encoded in UTF-8 (WTF-8). No other character begins with these bytes.
 _SURROGATE_BYTES = re.compile(rb"\xed[\xa0-\xbf]")
 _UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-# Which of the first four bytes are 0, if UTF-16 or UTF-32 without a mark begins with two ASCII characters.
+# Whether each of the first four bytes is 0, in UTF-16 and UTF-32 without a byte order mark that begins with ASCII.
 _ASCII_ZEROS = [(False, True) * 2, (True, False) * 2, (False, True, True, True), (True, True, True, False)]
 GZIP = b"\x1f\x8b\x08"  # the beginning of a compressed file
 
 
 def mended(text: str) -> tuple[str, int]:
-    """Returns `text` with U+FFFD for each lone surrogate, and their number. Pairs become the encoded characters.
+    """Returns `text` with U+FFFD for each lone surrogate, and the number of these. A surrogate pair becomes the
+    character that it encodes.
 
     JSON can contain half of a pair, as in "\\ud83d", if a program cut a text between the halves. Half a pair is not a
     character, so no tokenizer accepts it.
@@ -35,7 +36,8 @@ def decoded(data: bytes) -> tuple[str, int]:
 
 
 def canonical(value: str | bytes) -> bytes:
-    """Returns the UTF-8 of a text after `mended`: equal for a text and its bytes. Other bytes are unchanged."""
+    """Returns the UTF-8 of a text after `mended`, which is the same for a str and its bytes. Bytes that are not UTF-8
+    are returned unchanged."""
     if isinstance(value, str):
         return mended(value)[0].encode()
     if not _SURROGATE_BYTES.search(value):
@@ -47,7 +49,7 @@ def canonical(value: str | bytes) -> bytes:
 
 
 def encoding_hint(data: bytes) -> str:
-    """Returns the end of a message about `data` that is not UTF-8: the probable format, or ""."""
+    """Returns the end of a message about `data`, which is not UTF-8: its probable format; "" if unknown."""
     zeros = tuple(byte == 0 for byte in data[:4])
     if data.startswith(GZIP):
         return " (it looks like gzip)"

@@ -1,4 +1,4 @@
-"""dataset_type=tfds: datasets that TFDS prepared, here or at a URL. Their shards are read without TensorFlow."""
+"""dataset_type=tfds: datasets prepared by TFDS, local or at a URL. Their shards are read without TensorFlow."""
 
 import re
 from collections.abc import Mapping
@@ -22,9 +22,9 @@ _VERSION = re.compile(r"\d+\.\d+\.\d+")
 
 
 def tfds_corpus(config: Config, name: str, key: str, columns: Columns, say: Progress) -> Corpus:
-    """Returns the split that `key`, train_split or eval_split, selects of the dataset `name` in dataset_path.
+    """Returns the split of the dataset `name` in dataset_path that `key`, train_split or eval_split, selects.
 
-    Raises UserError if it is missing or damaged.
+    Raises UserError if the dataset or the split is missing or damaged.
     """
     import tensorflow_datasets as tfds
 
@@ -62,7 +62,7 @@ def tfds_corpus(config: Config, name: str, key: str, columns: Columns, say: Prog
             parts.append(TfrecordPart(path, columns, parse))
         elif "tfrecord" in path.name:
             raise UserError(
-                f"{key}={split}: parts of a split need ArrayRecord files, and {path} is TFRecord; take {base}"
+                f"{key}={split}: parts of a split need ArrayRecord files, and {path} is TFRecord; use {base}"
             )
         else:
             raise UserError(
@@ -72,14 +72,14 @@ def tfds_corpus(config: Config, name: str, key: str, columns: Columns, say: Prog
 
 
 def _place(path: Path, remote: Mapping[str, Any] | None) -> Any:
-    """Returns a shard, given its path in the local folder of the metadata."""
+    """Returns the local or remote file of a shard, given its path in the local folder with the metadata."""
     if remote is not None and path.name not in remote:
-        raise UserError(f"{path.name} is missing beside the metadata of the TFDS dataset; copy or prepare it again")
+        raise UserError(f"{path.name} is missing next to the metadata of the TFDS dataset; copy or prepare it again")
     return path if remote is None else remote[path.name]
 
 
 def _remote_folder(place: str, dataset_name: str) -> str:
-    """Returns the URL of `name[/config][:version]` in the folder `place`; without a version, of the newest one."""
+    """Returns the URL of `name[/config][:version]` in the folder `place`; by default of the newest version."""
     name, _, version = dataset_name.partition(":")
     folder = f"{place.rstrip('/')}/{name}"
     if version:
@@ -95,7 +95,7 @@ def _remote_folder(place: str, dataset_name: str) -> str:
 
 
 def _copied(config: Config, url: str, say: Progress) -> tuple[Path, Mapping[str, Any]]:
-    """Returns a local folder with the metadata at a URL, and all files there by name."""
+    """Copies the metadata at a URL. Returns the local folder of the copies, and all files at the URL by name."""
     files = {file.name: file for file in data_files(f"{url}/*", copies_of(config))}
     small = [file for file in files.values() if "record" not in file.name and file.size <= FILE_BYTES]
     if "dataset_info.json" not in files:
@@ -135,7 +135,7 @@ def check_features(folder: Path) -> None:
 
 
 class _TfdsParser:
-    """Parses records of a TFDS dataset into features. Each reading process makes a separate parser."""
+    """Parses records of a TFDS dataset into features. Each process loads the description of the features itself."""
 
     def __init__(self, folder: str):
         self._folder, self._features = folder, None
@@ -152,7 +152,7 @@ class _TfdsParser:
 
 
 def tfds_folder(data_dir: Path, dataset_name: str) -> Path:
-    """Returns the folder of `name[/config][:version]` in `data_dir`; without a version, the newest one."""
+    """Returns the folder of `name[/config][:version]` in `data_dir`; by default of the newest version."""
     name, _, version = dataset_name.partition(":")
     folder = data_dir / name
     if not folder.is_dir():

@@ -41,14 +41,15 @@ _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 _BYTE_OF = {byte: byte for byte in _PRINTABLE} | {256 + i: byte for i, byte in enumerate(_OTHERS)}
 _NO_UNKNOWN = (
     "; a tokenizer without a token for unknown text must have tokens for all text: take another tokenizer_path, or add "
-    "the token to its vocabulary"
+    "a token for unknown text to its vocabulary"
 )
 JSON_FILE, CONFIG_FILE = TOKENIZER_FILES["huggingface"], TOKENIZER_CONFIG
 
 
 class package_errors:
-    """A context that turns errors of the package tokenizers into a UserError: `text`, the reason, `advice`. The package
-    raises plain Exception and, if its Rust code panics, PanicException, which is a BaseException."""
+    """A context that turns errors of the `tokenizers` package into a UserError, whose message is `text`, the reason in
+    parentheses, and `advice`. The package raises plain Exception and, if its Rust code panics, PanicException, which is
+    a BaseException."""
 
     def __init__(self, text: str, advice: str = "; take another tokenizer_path"):
         self._text, self._advice = text, advice
@@ -66,16 +67,16 @@ class Tokenizer(abc.ABC):
 
     Attributes:
       vocab_size: ids are smaller than this.
-      largest: the largest id in a document. Published tokenizers append special tokens that
-        documents never contain, such as Gemma 3's for images.
+      largest: the largest id that a document can contain. Some published tokenizers also have larger ids, of special
+        tokens that documents never contain, such as Gemma 3's image tokens.
       bos, eos: the tokens before and after each document; None if there is none.
       bytes_per_token: the number of text bytes of each token, int32 [vocab_size], 0 for special tokens; None if the
         numbers are not exact, because the tokenizer changes the text.
       special_names: the names of special tokens by role (bos_token, eos_token, ...), which chat templates read.
-      own_template: the chat template in its files; None if there is none.
-      chat_template: `own_template`, or another template with which a run trains.
-      beside: the contents of the files next to its file.
-      note: a line for the user about ignored settings in its file; "" if there are none.
+      own_template: the chat template in the tokenizer's files; None if there is none.
+      chat_template: `own_template`, or the template that a run uses instead.
+      beside: the contents of the files next to the tokenizer's file.
+      note: a line for the user about ignored settings in the tokenizer's file; "" if there are none.
     """
 
     vocab_size: int
@@ -94,18 +95,19 @@ class Tokenizer(abc.ABC):
 
     @property
     def before_text(self) -> list[int]:
-        """The special tokens before a prompt without a chat template: from the tokenizer, or else from its files."""
+        """The special tokens before a prompt without a chat template, as the tokenizer or the files next to it
+        specify."""
         return [] if self.bos is None or self.beside.begins is False else [self.bos]
 
     @property
     def has_other_template(self) -> bool:
-        """Whether `chat_template` differs from the template in its files."""
+        """Whether `chat_template` differs from `own_template`."""
         texts = [one and (one.text, one.with_tools) for one in (self.chat_template, self.own_template)]
         return texts[0] != texts[1]
 
     def saved_files(self) -> dict[str, bytes]:
-        """Returns the files from which tokenizer_path can read this tokenizer again, with its chat template, by path in
-        its folder: unchanged copies of the files from which it was read, or new files."""
+        """Returns the contents of the files to store for tokenizer_path, by their paths in a folder. They contain this
+        tokenizer and its chat template, as unchanged copies of the files from which it was read where possible."""
         with tempfile.TemporaryDirectory() as folder:
             self.save(Path(folder))
             files = {path.name: path.read_bytes() for path in Path(folder).iterdir()} | dict(self.beside.files)
@@ -119,11 +121,11 @@ class Tokenizer(abc.ABC):
     @property
     @abc.abstractmethod
     def fingerprint(self) -> str:
-        """A hash that is equal for tokenizers that give equal documents."""
+        """A hash that is equal for tokenizers that produce equal documents."""
 
     @abc.abstractmethod
     def encode_many(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
-        """Returns the tokens of each text, without special tokens. Names of special tokens are plain text."""
+        """Returns the tokens of each text, without special tokens. Their names in a text are encoded as plain text."""
 
     @abc.abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
@@ -131,15 +133,15 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def save(self, directory: Path) -> None:
-        """Writes files from which tokenizer_path can read this tokenizer again into `directory`: the vocabulary, and
-        the names of required special tokens."""
+        """Writes the files that tokenizer_path needs to load this tokenizer into `directory`: the vocabulary, and the
+        names of required special tokens."""
 
     def encode(self, text: str) -> list[int]:
         """Returns the tokens of `text`, without special tokens."""
         return list(self.encode_many([text])[0])
 
     def token_bytes(self, token: int) -> bytes:
-        """Returns the UTF-8 that `token` adds to a text, perhaps a part of a character."""
+        """Returns the UTF-8 bytes that `token` adds to a text, perhaps only part of a character."""
         before = self.encode("a")  # a tokenizer may remove a space at the beginning
         return self.decode([*before, token])[len(self.decode(before)) :].encode()
 
@@ -150,7 +152,7 @@ class Tokenizer(abc.ABC):
         return [names[i] if i in names else self.token_bytes(i) for i in range(self.vocab_size)]
 
     def id_of(self, name: str) -> int | None:
-        """Returns the token with this name; None if there is no such token."""
+        """Returns the id of the special token `name`; None if there is none."""
         return self.special_tokens.get(name)
 
     @functools.cached_property
@@ -170,7 +172,7 @@ class Tokenizer(abc.ABC):
         return self.special_tokens
 
     def encode_rendered(self, texts: Sequence[Rendered]) -> list[Encoded]:
-        """Returns the tokens of rendered texts. A special token's name becomes that token unless it is in a message."""
+        """Returns the tokens of rendered texts. The name of a special token becomes that token, except in a message."""
         names = pattern(self.special_tokens)
         return [Encoded.joined([self._part(*part) for part in at_special_tokens(text, names)]) for text in texts]
 
@@ -190,12 +192,12 @@ class JsonTokenizer(Tokenizer):
     """The tokenizer of a tokenizer.json."""
 
     def __init__(self, inner: "tokenizers.Tokenizer", bos: str | None, eos: str | None):
-        # Names of special tokens in a text are plain text. The saved file does not contain this setting.
+        # Encode names of special tokens in a text as plain text. The saved file does not contain this setting.
         inner.encode_special_tokens = True
         # The configuration determines the row length, not the file.
         inner.no_truncation()
         inner.no_padding()
-        # Equal texts must have equal tokens. Of all models, only BPE can be random, by its setting dropout.
+        # Encoding must be deterministic. Only a BPE can be random, through its dropout setting.
         if getattr(inner.model, "dropout", None):
             inner.model.dropout = None
         self._inner, self._names = inner, (bos, eos)
@@ -233,7 +235,7 @@ class JsonTokenizer(Tokenizer):
         return {token.content: i for i, token in self._inner.get_added_tokens_decoder().items() if token.special}
 
     def _markers(self) -> Mapping[str, int]:
-        # Gemma's tokenizers have added tokens for lines and spaces.
+        # Without whitespace: Gemma's tokenizers have added tokens for newlines and spaces.
         added = self._inner.get_added_tokens_decoder().items()
         return {token.content: i for i, token in added if token.special or token.content.strip()}
 
@@ -260,17 +262,19 @@ class JsonTokenizer(Tokenizer):
         failed = f"the tokenizer cannot encode the text {shortened(''.join(texts[:1]))!r}"
         try:
             with package_errors(failed, _NO_UNKNOWN):
-                if len(texts) == 1 and len(texts[0]) < 1 << 20:  # `encode` blocks other threads
+                # `encode` blocks other threads, so it is used only for short texts.
+                if len(texts) == 1 and len(texts[0]) < 1 << 20:
                     return [inner.encode(texts[0], add_special_tokens=False)]
                 encode = inner.encode_batch if offsets else inner.encode_batch_fast
                 return encode(texts, add_special_tokens=False)
         except UserError:
             if len(texts) == 1:
                 raise
-            return [encoding for text in texts for encoding in self._batch(inner, [text], offsets)]  # finds it
+            # One by one, so that the error names the text that failed.
+            return [encoding for text in texts for encoding in self._batch(inner, [text], offsets)]
 
     def decode(self, ids: Iterable[int]) -> str:
-        with package_errors("the tokenizer cannot make text of tokens"):
+        with package_errors("the tokenizer cannot decode the tokens"):
             return self._inner.decode(list(ids), skip_special_tokens=True)
 
     def token_bytes(self, token: int) -> bytes:
@@ -283,7 +287,7 @@ class JsonTokenizer(Tokenizer):
         found: list[bytes | None] = [None] * self.vocab_size
         convert = _of_byte_level if self._in_bytes else piece_bytes
         for piece, i in self._inner.get_vocab().items():
-            # The package lists them in random order, and damaged files repeat ids.
+            # `max`, because the package lists tokens in random order, and damaged files repeat ids.
             found[i] = max(found[i] or b"", convert(piece))
         for i, token in self._inner.get_added_tokens_decoder().items():
             found[i] = token.content.encode() if self._in_bytes else piece_bytes(token.content)
@@ -368,7 +372,7 @@ def piece_bytes(piece: str) -> bytes:
 def _of_byte_level(piece: str) -> bytes:
     try:
         return codecs.charmap_encode(piece, "strict", _BYTE_OF)[0]
-    except UnicodeEncodeError:  # the package's decoder, too, keeps a token with other characters as it is
+    except UnicodeEncodeError:  # like the package's decoder, keeps a token with other characters
         return piece.encode()
 
 

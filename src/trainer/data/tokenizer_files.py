@@ -1,4 +1,4 @@
-"""Loads existing tokenizers: tokenizer_path and tokenizer_type."""
+"""Loads the tokenizer that tokenizer_path and tokenizer_type specify."""
 
 import base64
 import binascii
@@ -42,7 +42,7 @@ from trainer.runtime.folders import check_folder, read_bounded
 # The special tokens of well-known tokenizers, for a tokenizer.json without a tokenizer_config.json.
 _BEGINS = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "<\uff5cbegin\u2581of\u2581sentence\uff5c>", "[BOS]")
 _ENDS = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "[EOS]")
-# Llama 3's pattern for splitting text into words, and its number of special tokens. Its rank file has neither:
+# Llama 3's word-splitting pattern and number of special tokens. Its rank file contains neither. Source:
 # https://github.com/meta-llama/llama3/blob/main/llama/tokenizer.py
 _LLAMA3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
@@ -56,16 +56,16 @@ _LLAMA3_NAMES = {
 _LACKS = f"tokenizer_path: {{folder}}: {CONFIG_FILE} or {SPECIAL_TOKENS} names {{name}}, which {{file}} lacks"
 _SYMBOL = re.compile(r"<[^<>\s]+>")
 _MOST_TOKENS = 1 << 24  # a table of this many entries fits in memory
-# The regular expression for words backtracks over white space, and overflows its stack before a million characters.
+# The word pattern backtracks over white space, and overflows its stack on a run of under a million characters.
 _SPACE_LIMIT = 25_000
 _LONG_SPACE = re.compile(rf"(?<!\s)\s{{{_SPACE_LIMIT + 1},}}")
 
 
 def load_tokenizer(path: str, kind: str, *, add_bos: bool, add_eos: bool) -> Tokenizer:
-    """Returns the tokenizer in the file or folder `path`. `kind` is tokenizer_type; auto detects it from the file. A
-    GGUF file is read like the Hugging Face folder of its tokenizer.
+    """Returns the tokenizer in the file or folder `path`. `kind` is the value of tokenizer_type; auto detects the type
+    from the file. The tokenizer of a GGUF file is converted to Hugging Face files and loaded from them.
 
-    Raises UserError if the file is missing or not a tokenizer of that type, or a package is not installed.
+    Raises UserError if the file is missing or is not a tokenizer of that type, or a required package is not installed.
     """
     if kind == "bytes":
         return ByteTokenizer(add_bos=add_bos, add_eos=add_eos)
@@ -92,10 +92,11 @@ def load_tokenizer(path: str, kind: str, *, add_bos: bool, add_eos: bool) -> Tok
 
 
 def tokenizer_parts_of(place: Any) -> dict[str, bytes]:
-    """Returns the tokenizer's files at `place` by path: a folder, here or in a bucket, or a GGUF file.
+    """Returns the contents of the tokenizer's files by path. `place`: a local folder, a folder in a bucket, or a GGUF
+    file.
 
     Raises:
-      UserError: a file is too large, or the kind of a GGUF file's tokenizer is unknown.
+      UserError: a file is too large, or the type of a GGUF file's tokenizer is unknown.
     """
     if is_gguf(place):
         header = read_gguf(place)
@@ -119,8 +120,9 @@ def _of_gguf(file: Path, *, add_bos: bool, add_eos: bool) -> Tokenizer:
 
 
 def _named(tokenizer: Tokenizer, role: str, file: Path) -> int | None:
-    """Returns the bos_token or eos_token in the files next to the tokenizer `file`, by default the tokenizer's own;
-    None if add_bos or add_eos disabled it. Raises UserError if there is no such token."""
+    """Returns the id of the bos_token or eos_token that the files next to the tokenizer `file` name, or else the
+    tokenizer's default; None if add_bos or add_eos is false. Raises UserError if the tokenizer lacks the named
+    token."""
     own = tokenizer.bos if role == "bos_token" else tokenizer.eos
     name = tokenizer.special_names.get(role)
     if own is None or name is None:
@@ -189,8 +191,8 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 class TiktokenTokenizer(Tokenizer):
-    """The tokenizer of a rank file (base64 of a token's bytes, a space, its rank), with Llama 3's word pattern. Its 256
-    special tokens follow the ranks."""
+    """The tokenizer of a rank file, with Llama 3's word pattern. Each line of the file contains a token's bytes in
+    base64, a space and the token's rank. The 256 special tokens follow the ranks."""
 
     def __init__(self, file: Path, *, add_bos: bool, add_eos: bool):
         tiktoken = _import("tiktoken", "tiktoken")
@@ -232,7 +234,7 @@ class TiktokenTokenizer(Tokenizer):
 
 
 def _parts(text: str) -> Iterator[str]:
-    """Yields parts of `text`, split within white space that is too long for the regular expression."""
+    """Yields `text` in parts, split within white space that is too long for the word pattern."""
     start = 0
     for match in _LONG_SPACE.finditer(text):
         for end in range(match.start() + _SPACE_LIMIT, match.end(), _SPACE_LIMIT):
@@ -253,7 +255,7 @@ def _load_json(file: Path, *, add_bos: bool, add_eos: bool, names: Mapping[str, 
         raise UserError(f"tokenizer_path: {file}: {problem}; take another tokenizer_path")
     with package_errors(refused, ""):
         inner = tokenizers.Tokenizer.from_str(text)
-        inner.encode("")  # includes the tokens of the post-processor
+        inner.encode("")  # also applies the post-processor
     vocabulary = inner.get_vocab()
     if not vocabulary or max(vocabulary.values()) >= _MOST_TOKENS:
         raise UserError(f"tokenizer_path: {file}: it has no tokens, or token ids of {_MOST_TOKENS} or more")
@@ -289,8 +291,8 @@ def _file(path: Path, kind: str) -> Path:
                 return path / name
         if kind == "auto" and (path / CONFIG_FILE).is_file():
             return path / CONFIG_FILE
-        raise UserError(f"tokenizer_path={path} holds no {' or '.join(names)}")
-    check_folder(path.parent, [*(VOCABULARIES if path.name in VOCABULARIES else ()), *SETTINGS])  # these are also read
+        raise UserError(f"tokenizer_path={path} contains no {' or '.join(names)}")
+    check_folder(path.parent, [*(VOCABULARIES if path.name in VOCABULARIES else ()), *SETTINGS])  # also read
     if not path.is_file():
         raise UserError(
             f"tokenizer_path={path}: there is no such file; give a {', '.join(TOKENIZER_FILES.values())}, or a folder "

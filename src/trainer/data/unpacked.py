@@ -13,16 +13,16 @@ from typing import Any
 from trainer.config.errors import UserError
 from trainer.config.limits import TOGETHER_BYTES, UNPACKED_BYTES, UNPACKED_RATIO
 
-_MAGIC = b"ARROW1\0\0"  # of Arrow's file format; a stream follows
+_MAGIC = b"ARROW1\0\0"  # begins an Arrow file; an Arrow stream follows
 _RECORD_BATCH, _DICTIONARY_BATCH = 3, 2  # types of Arrow's messages
-_BUFFERS, _COMPRESSION = 2, 3  # fields of a batch
+_BUFFERS, _COMPRESSION = 2, 3  # indices of fields in a batch
 
 
 def check_unpacked(path: Path) -> None:
-    """Checks a file if its suffix indicates such a format; other files pass.
+    """Checks a .parquet or .arrow file; other files pass.
 
     Raises:
-      UserError: its unpacked size would be far larger.
+      UserError: the declared unpacked size is too large, in bytes and relative to the packed size.
     """
     import pyarrow
     import pyarrow.parquet
@@ -35,15 +35,15 @@ def check_unpacked(path: Path) -> None:
             for packed, unpacked in _arrow_sizes(path):
                 _check(path, packed, unpacked)
     except (pyarrow.ArrowException, OSError, struct.error, IndexError):
-        pass  # the reader reports why it cannot be read
+        pass  # the reader reports why the file is unreadable
 
 
 def rows_at_once(
     path: Any, metadata: Any, columns: Sequence[str] | None, most: int, groups: Sequence[int] | None = None
 ) -> int:
-    """Returns how many rows of a Parquet file to read at once: at most `most`; fewer if large values may be repeated.
-    `columns`: the top-level columns to read, `groups`: the row groups; None: all. Raises UserError: see
-    `check_unpacked`."""
+    """Returns how many rows of a Parquet file to read at once: at most `most`, fewer if a dictionary page is large,
+    because rows may repeat its values. `columns` and `groups` are the top-level columns and the row groups to read;
+    None: all. Raises UserError as `check_unpacked` does."""
     largest = 1
     with path.open("rb", buffering=0) as file:
         for group in map(metadata.row_group, range(metadata.num_row_groups) if groups is None else groups):
@@ -61,7 +61,7 @@ def _check(path: Any, packed: int, unpacked: int) -> None:
     if unpacked > UNPACKED_BYTES and unpacked > UNPACKED_RATIO * packed:
         raise UserError(
             f"{path}: {packed:,} bytes of it unpack to {unpacked:,}, more than {UNPACKED_RATIO:,} times as many; store "
-            "it without compression if that is right"
+            "the file without compression if this is correct"
         )
 
 
@@ -70,7 +70,7 @@ def _page_size(header: bytes) -> int:
     numbers: list[int] = []
     at = 0
     while len(numbers) < 2:
-        number, shift, at = 0, 0, at + 1  # after the byte of the field
+        number, shift, at = 0, 0, at + 1  # skips the byte of the field header
         while header[at] & 128:
             number, shift, at = number | (header[at] & 127) << shift, shift + 7, at + 1
         numbers.append((number | header[at] << shift) >> 1)
@@ -79,7 +79,7 @@ def _page_size(header: bytes) -> int:
 
 
 def _arrow_sizes(path: Path) -> Iterator[tuple[int, int]]:
-    """Yields the packed and unpacked size of each batch of a compressed Arrow file."""
+    """Yields the packed and unpacked size of each batch of an Arrow file."""
     import pyarrow
     import pyarrow.ipc
 
@@ -92,12 +92,13 @@ def _arrow_sizes(path: Path) -> Iterator[tuple[int, int]]:
 
 
 def _unpacked(header: bytes, body: Any) -> int:
-    """Returns the uncompressed bytes of a batch's buffers. `header` is a flatbuffer."""
+    """Returns the total unpacked size of a batch's buffers; 0 if the batch is not compressed. `header` is a
+    flatbuffer."""
 
     def number(form: str, at: int) -> int:
         return struct.unpack_from(form, header, at)[0]
 
-    def field(table: int, i: int) -> int:  # the field's position, 0 if it is absent
+    def field(table: int, i: int) -> int:  # the field's offset; 0 if absent
         names = table - number("<i", table)
         offset = number("<H", names + 4 + 2 * i) if 4 + 2 * i < number("<H", names) else 0
         return table + offset if offset else 0

@@ -1,4 +1,4 @@
-"""Compares the vocabularies of two tokenizers token by token, for distillation: `shared_tokens`."""
+"""Compares the vocabularies of two tokenizers token by token, for distillation."""
 
 from typing import NamedTuple
 
@@ -6,17 +6,17 @@ from trainer.config.errors import UserError
 from trainer.config.words import counted
 from trainer.data.tokenizer import Tokenizer
 
-_SHOWN = 40  # characters of a token in a message
+_SHOWN = 40  # the maximum number of a token's characters in a message
 
 
 class Shared(NamedTuple):
     """The tokens that two tokenizers have in common.
 
     Attributes:
-      tokens: the number of leading ids that mean the same in both tokenizers: the smaller of `student` and `teacher`.
-      student, teacher: the number of tokens of each tokenizer: its largest id + 1. The models may have more rows.
-      note: a line for the user if one vocabulary is a prefix of the other, or if documents begin or end with different
-        tokens; else "".
+      tokens: the number of ids that mean the same in both tokenizers: the smaller of `student` and `teacher`.
+      student, teacher: each tokenizer's largest id + 1. The models' token tables may have more rows.
+      note: a message for the user if one vocabulary is a prefix of the other, or if documents begin or end with
+        different tokens; else "".
     """
 
     tokens: int
@@ -30,18 +30,18 @@ def shared_tokens(
     teacher: Tokenizer,
     names: tuple[str, str] = ("the student's tokenizer", "the teacher's tokenizer"),
 ) -> Shared:
-    """Compares the tokens with equal ids. `names`: of the two tokenizers, for messages.
+    """Compares the tokens with equal ids. `names`: the tokenizers' names in messages.
 
-    Two tokens are equal if their bytes are (`Tokenizer.vocabulary`; of a special token, its name), in tokenizers of all
-    types. A special token must not be an ordinary token of the other tokenizer. It may be an added token there that is
-    not marked as special: formats and published files differ in these marks. An id may lack a token in both tokenizers,
-    but not in one.
+    Two tokens are equal if `Tokenizer.vocabulary` has the same bytes for both (for a special token, its name),
+    whatever the types of the tokenizers. A special token must not be an ordinary token of the other tokenizer. It may
+    be an added token there without the mark of special tokens, because formats and published files differ in this
+    mark. An id that has no token in one tokenizer must have none in the other.
 
-    Merges and the splitting of texts may differ: only the student's tokenizer makes tokens of texts. Documents may
-    begin and end with different tokens, because their ids mean the same in both; a note names these tokens.
+    Merges and the splitting of texts may differ, because only the student's tokenizer encodes texts. Documents may
+    begin and end with different tokens, because both tokenizers have all these tokens; a note names them.
 
     Raises:
-      UserError: an id of both tokenizers has different tokens.
+      UserError: the tokenizers have different tokens for an id.
     """
     both = (student, teacher)
     ours, theirs = (tokenizer.vocabulary() for tokenizer in both)
@@ -60,8 +60,8 @@ def shared_tokens(
         raise UserError(
             f"{names[0]} and {names[1]} differ in {len(differing):,} of {counted(common, 'token')}. The first is token "
             f"{differing[0]}: {first} and {second}. A student learns the probabilities of tokens by id, so both models "
-            "need the same vocabulary: take a teacher of the student's model family, or a student that was made with "
-            "the teacher's tokenizer"
+            "need the same vocabulary: use a teacher of the student's model family, or a student that was created "
+            "with the teacher's tokenizer"
         )
     notes = []
     over = f"the divergence is computed over the {common:,} common tokens only"
@@ -70,7 +70,9 @@ def shared_tokens(
         notes.append(f"{names[1]} has {more}: {over}, and the teacher's distribution leaves out the others")
     if rest := ours[common:]:
         more = counted(len(rest) - rest.count(None), "more token")
-        notes.append(f"{names[0]} has {more}: {over}, and after the others, a document is trained on its labels alone")
+        notes.append(
+            f"{names[0]} has {more}: {over}, and after the first extra token, a document is trained on its labels only"
+        )
     for role, one, other in (("begin", student.bos, teacher.bos), ("end", student.eos, teacher.eos)):
         if one is not None and other is not None and one != other:
             first, second = shown(one, other)

@@ -1,4 +1,4 @@
-"""Calls a function for numbered parts in several processes of this machine."""
+"""Calls a function for numbered parts in several local processes."""
 
 import multiprocessing
 import os
@@ -13,8 +13,8 @@ from trainer.config.errors import UserError
 from trainer.data.cache import BEGUN_BY, Unfinished
 from trainer.runtime.signals import die_with
 
-Task = Callable[[int, Callable[[float], None]], object]  # of a part, and of a function that gets the share that is done
-_LOOK = 0.5  # seconds between two looks at the progress
+Task = Callable[[int, Callable[[float], None]], object]  # arguments: a part, and a callback for its completed share
+_LOOK = 0.5  # seconds between progress checks
 
 
 def cores() -> int:
@@ -23,17 +23,18 @@ def cores() -> int:
 
 
 def possible() -> bool:
-    """Returns whether Python can start processes: they import the main module, which may have come from a pipe."""
+    """Returns whether Python can start processes. They import the main module, so it must not come from a pipe."""
     main = sys.modules["__main__"]
     path = getattr(main, "__file__", None)
     return path is None or main.__spec__ is not None or os.path.exists(path)
 
 
 def run(task: Task, parts: Sequence[int], count: int, progress: Callable[[int, float], None]) -> None:
-    """Calls `task`, which must be picklable, for each of `parts` in `count` processes, which die with this one.
+    """Calls the picklable function `task` for each of `parts` in `count` processes, which die with this process.
 
     Raises:
-      UserError: `task` raised this error; Unfinished: a process died.
+      UserError: `task` raised this error.
+      Unfinished: a process died.
     """
     context = multiprocessing.get_context("spawn")
     shares = context.Array("d", max(parts) + 1, lock=False)
@@ -59,18 +60,18 @@ def run(task: Task, parts: Sequence[int], count: int, progress: Callable[[int, f
     finally:
         del os.environ[BEGUN_BY]
         for process in {*multiprocessing.active_children()} - others:
-            process.terminate()  # a part may take minutes, and the next run makes it again
+            process.terminate()  # a part may take minutes; the next run redoes it
         pool.shutdown(cancel_futures=True)
 
 
-_OF_WORKER: list[Any] = []  # in a worker: the task, and the share of each part that is done
+_OF_WORKER: list[Any] = []  # in a worker: the task, and each part's completed share
 
 
 def _begin(task: Task, shares: Any, parent: int) -> None:
     die_with(parent)
-    del os.environ[BEGUN_BY]  # the main module is imported
+    del os.environ[BEGUN_BY]  # the main module has been imported
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers already use the cores
     _OF_WORKER[:] = task, shares
 
 

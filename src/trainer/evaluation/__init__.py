@@ -1,1 +1,1 @@
-"""Evaluation by tasks: of a checkpoint, or in a run; the entry points pass it to the run."""
+"""Evaluation on tasks, of a checkpoint or during a training run."""

@@ -19,13 +19,15 @@ _PROGRAM += "main(given)"
 
 
 def with_questions(spec: Spec, limit: int, allow_code: bool) -> Spec:
-    """Returns the task as questions that a function judges. `limit`: the maximum number of questions; -1: all.
+    """Returns the task with its generated questions and a function that judges answers. `limit`: the maximum number of
+    questions; -1: all.
 
     Args:
       allow_code: whether the verifier may evaluate answers as code.
 
     Raises:
-      UserError: there is no such data set or field, or the data set does not accept a value.
+      UserError: the data set or a field does not exist, the data set rejects a value, or the verifier needs
+        `allow_code`.
     """
     own = dict(spec.settings)
     name, seed, size = own.pop("dataset"), own.pop("seed", 0), own.pop("size", _SIZE)
@@ -46,7 +48,7 @@ def with_questions(spec: Spec, limit: int, allow_code: bool) -> Spec:
         )
     except subprocess.TimeoutExpired:
         raise UserError(
-            f"{spec.path}: making the questions takes more than {_SECONDS} s; give a smaller size"
+            f"{spec.path}: generating the questions takes more than {_SECONDS} s; give a smaller size"
         ) from None
     except subprocess.CalledProcessError as error:
         said = error.stderr.decode(errors="replace").strip().splitlines()[-1:]
@@ -54,12 +56,12 @@ def with_questions(spec: Spec, limit: int, allow_code: bool) -> Spec:
     found = json.loads(child.stdout.splitlines()[-1])
     if "problem" in found:
         field, value, choices = found["problem"], found["value"], found["choices"]
-        there = f": there is no such one in reasoning-gym{nearest(value, choices)}; allowed: {', '.join(choices)}"
+        there = f": reasoning-gym does not know it{nearest(value, choices)}; allowed: {', '.join(choices)}"
         raise UserError(visible(f"{spec.path}: {field}: {value}{there if choices else ''}"))
     if found["evaluates"] and not allow_code:
         raise UserError(
-            f"{spec.path}: the verifier of {name} evaluates answers as code, so what the model writes can do "
-            "all that you can do on this machine; eval_tasks_allow_code=true accepts that"
+            f"{spec.path}: the verifier of {name} evaluates answers as code, so the model's answers can do "
+            "anything that you can do on this machine; eval_tasks_allow_code=true accepts that"
         )
     rows = [
         (i + 1, {"question": question, "answer": answer, "task": json.dumps(task), "index": i})

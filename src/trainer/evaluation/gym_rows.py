@@ -1,6 +1,8 @@
-"""The code that needs the package reasoning-gym: it generates the questions of a data set, and judges answers with the
-data set's verifier. Both run in other processes, which load neither JAX nor this package's configuration. They use
-PYTHONHASHSEED=0, because the questions of five data sets depend on it."""
+"""Generates the questions of a reasoning-gym data set, and judges answers with the data set's verifier.
+
+Both run in separate processes, which load neither JAX nor trainer's configuration. The processes use PYTHONHASHSEED=0,
+because the questions of five data sets depend on the hash seed.
+"""
 
 import functools
 import inspect
@@ -10,13 +12,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-# Calls that evaluate a text as code. Some verifiers evaluate the answer with such calls.
+# Calls that evaluate a text as code; some verifiers use them on the answer.
 _EVALUATES = re.compile(r"\b(eval|exec|parse_expr|sympify)\(")
 
 
 def main(given: str) -> None:
-    """Prints, as JSON, the questions of the data set `given` (see `_opened`): an object with `problem`, or with `rows`
-    and `evaluates`. `evaluates` is whether the verifier's module evaluates texts as code."""
+    """Prints a JSON object: `rows`, pairs of a question and its answer, and `evaluates`, whether the verifier's module
+    evaluates texts as code; or `problem`, `value` and `choices` if the data set cannot be created. `given`: the JSON
+    text of a data set (see `_opened`) and the maximum number of questions."""
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
@@ -43,7 +46,7 @@ def main(given: str) -> None:
 
 @functools.cache
 def _opened(task: str) -> Any:
-    """Returns the data set for a JSON list of name, seed, size and the fields of its configuration."""
+    """Returns the data set for a JSON list of its name, seed, size and configuration."""
     import reasoning_gym
 
     name, seed, size, settings = json.loads(task)
@@ -57,7 +60,7 @@ def _entry(task: str, index: int) -> Any:
 
 def judge(completions: Sequence[str], task: Sequence[str], index: Sequence[int]) -> float:
     """Returns the verifier's score, from 0 to 1, for the text in the last <answer> </answer>, or for the whole
-    completion if there is none. The arguments are those of a reward function."""
+    completion without this tag. Has the parameters of a reward function."""
     from reasoning_gym.utils import extract_answer
 
     (completion,), (described,), (number,) = completions, task, index

@@ -1,4 +1,5 @@
-"""Runs tasks of lm-eval on this process's model. `tasks.open_tasks` imports this file."""
+"""Runs lm-eval tasks on this process's model. Only `tasks.open_tasks` should import this module, because it first sets
+variables that lm-eval reads when it is imported."""
 
 import contextlib
 import functools
@@ -31,14 +32,14 @@ from trainer.evaluation.specs import Spec
 from trainer.inference.sampling import Sampling
 
 T = TypeVar("T")
-_NAMES = re.compile(r"""^(?:task|group|tag): *['"]?([\w.+-]+)""", re.MULTILINE)  # in a file of a task
-_SEED = 1234  # the seed of the few-shot examples, as in lm-eval's own program
-_RESAMPLES = 1000  # for the standard errors of metrics that are not means
+_NAMES = re.compile(r"""^(?:task|group|tag): *['"]?([\w.+-]+)""", re.MULTILINE)  # in a task file
+_SEED = 1234  # the seed of the few-shot examples, lm-eval's default
+_RESAMPLES = 1000  # bootstrap samples for the standard errors of metrics that are not means
 _SETTINGS = ("until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "max_length")
 
 
 class HarnessTask:
-    """A task, or a group of tasks, of lm-eval.
+    """An lm-eval task, or a group of lm-eval tasks.
 
     Attributes:
       name: the name of the task or group.
@@ -72,10 +73,10 @@ class HarnessTask:
                 task.set_config(key="num_fewshot", value=0)
 
     def run(self, model: EvaluatedModel) -> list[Result]:
-        """Returns the scores of each task, with lm-eval's names: METRIC, or METRIC_FILTER.
+        """Returns the scores of each task, named METRIC or METRIC_FILTER after lm-eval's metric and filter.
 
         Raises:
-          UserError: a request does not fit into the model's positions.
+          UserError: a request does not fit into the model's positions, or the task fails.
         """
         for task in self._loaded["tasks"].values():
             task.set_fewshot_seed(seed=_SEED)
@@ -106,7 +107,8 @@ class HarnessTask:
 
 
 def _check_name(name: str) -> None:
-    """Raises UserError if no file of lm-eval contains `name`. Making its index of all tasks takes ten times as long."""
+    """Raises UserError if no task file of lm-eval contains `name`. Building lm-eval's index of all tasks takes ten
+    times as long."""
     files = Path(str(lm_eval.tasks.__file__)).parent.rglob("*.yaml")
     texts = [path.read_text(encoding="utf-8", errors="replace") for path in files]
     word = re.compile(rf"(?<![\w.+-]){re.escape(name)}(?![\w.+-])")
@@ -127,8 +129,9 @@ def _scores(values: Mapping[str, Any], count: int, rows: Sequence[Mapping[str, A
 
 
 def _error_of_ratio(metric: str, value: float, rows: Sequence[Mapping[str, Any]]) -> float | None:
-    """Returns the standard error of a metric that is a log-likelihood per word or byte, which lm-eval does not compute;
-    None for other metrics. The rows are (log-likelihood, words or bytes)."""
+    """Returns the standard error of a metric computed from the log-likelihood per word or byte, which lm-eval does not
+    compute; None for other metrics. Each row's value of the metric is a pair: log-likelihood, and number of words or
+    bytes."""
     pairs: list[Any] = [row.get(metric) for row in rows]
     if not pairs or not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
         return None
@@ -140,7 +143,8 @@ def _error_of_ratio(metric: str, value: float, rows: Sequence[Mapping[str, Any]]
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """A context without lm-eval's progress bars, notes and subprocesses, which could not use JAX's threads."""
+    """A context without lm-eval's progress bars, log messages and subprocesses (a subprocess could not use JAX's
+    threads)."""
     logger, before = logging.getLogger("lm_eval"), os.environ.get("DISABLE_MULTIPROC")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -156,7 +160,7 @@ def _quietly() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _named_data(task: str) -> Iterator[None]:
-    """A context in which missing data cause a UserError with their name, whatever error `datasets` raises."""
+    """A context in which an error of `datasets.load_dataset` becomes a UserError that names the data set."""
     load: Callable[..., Any] = datasets.load_dataset
 
     def named(path: str, name: str | None = None, **how: Any) -> Any:
@@ -166,7 +170,7 @@ def _named_data(task: str) -> Iterator[None]:
             files = f" {how['data_files']}" if "data_files" in how else ""
             raise UserError(
                 f"{task}: its data set {path}{f' ({name})' if name else ''}{files} is not on this machine: "
-                f"{_shown(error)}; fill HF_HOME, or give the task's file with data_files of your own"
+                f"{_shown(error)}; download it to HF_HOME, or use a task file with your data_files"
             ) from error
 
     datasets.load_dataset = named
@@ -181,7 +185,7 @@ def _shown(error: BaseException) -> str:
 
 
 def _answering(method: Callable[..., T]) -> Callable[..., T]:
-    """Wraps a method of `InProcess`: while it runs, `answering` is set, and the model's output is shown."""
+    """Wraps a method of `InProcess`: while it runs, `answering` is true, and `_quietly` does not hide its output."""
 
     @functools.wraps(method)
     def said(self: "InProcess", *args: Any, **named: Any) -> T:
@@ -203,14 +207,15 @@ class InProcess(LM):
     def __init__(self, model: EvaluatedModel):
         super().__init__()
         self._model = model
-        self._rendered: dict[str, Rendered] = {}  # texts that the chat template rendered
+        self._rendered: dict[str, Rendered] = {}  # conversations, by rendered text
         tokenizer = model.tokenizer
         self._prefix = tokenizer.eos if tokenizer.bos is None else tokenizer.bos
-        self.answering = False  # whether a failure is the model's instead of the task's
-        self.streams = sys.stdout, sys.stderr  # the streams outside of `_quietly`
+        self.answering = False  # whether the model runs: a failure is then not the task's
+        self.streams = sys.stdout, sys.stderr  # `_quietly` replaces them
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Returns the text of a conversation, and stores it, so that special token names in it become these tokens."""
+        """Returns the text of a conversation. Stores the text, so that `_encode` turns special tokens' names into
+        special tokens."""
         try:
             rendered = self._model.chat.template.render(chat_history, prompt=add_generation_prompt)  # type: ignore[union-attr]
         except TemplateFailed as error:
@@ -255,8 +260,8 @@ class InProcess(LM):
             limits = [settings[i]["max_gen_toks"] for i in chosen]
             if max(limits) >= length:
                 raise UserError(
-                    f"answers of up to {max(limits)} tokens leave no room for a question in {length}; give a larger "
-                    "max_target_length, or the task a smaller max_gen_toks"
+                    f"answers of up to {max(limits)} tokens leave no room for a question in {length}; "
+                    "increase max_target_length, or reduce the task's max_gen_toks"
                 )
             prompts = [
                 (self._encode(requests[i].args[0]) or [self._begin()])[limit - length :]
@@ -272,7 +277,8 @@ class InProcess(LM):
         return self._prefix
 
     def _encode(self, text: str, context: str | None = None) -> list[int]:
-        """Returns the tokens of a text that begins with `context`; the context may be a rendered conversation."""
+        """Returns the tokens of `text`. If `text`, or `context`, with which it begins, is a rendered conversation,
+        special tokens' names in it become special tokens."""
         rendered = self._rendered.get(text if context is None else context)
         if rendered is None:
             return self._model.encode(text)
@@ -292,7 +298,7 @@ class InProcess(LM):
 
 
 def _generation(given: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sampling]:
-    """Returns generation_kwargs as completed by lm-eval, and the sampling settings.
+    """Returns generation_kwargs with lm-eval's defaults, and the sampling settings.
 
     Raises:
       UserError: a setting of transformers is not supported, or a value is invalid.
@@ -309,5 +315,5 @@ def _generation(given: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sampling]:
     if unknown := [name for name in settings if name not in _SETTINGS]:
         raise UserError(f"generation_kwargs: {unknown[0]} is not supported; known: {', '.join(_SETTINGS)}")
     if settings["max_gen_toks"] < 1 or not all(isinstance(text, str) for text in settings["until"]):
-        raise UserError("generation_kwargs: max_gen_toks is at least 1, and until a text or a list of texts")
+        raise UserError("generation_kwargs: max_gen_toks must be at least 1, and until a text or a list of texts")
     return settings, Sampling(*drawn) if settings.get("do_sample") else Sampling(0.0)

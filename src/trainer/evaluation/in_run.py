@@ -1,4 +1,4 @@
-"""Evaluation by tasks in a training run, with its current parameters, on its mesh."""
+"""Evaluation on tasks during a training run, with the run's current parameters, on its mesh."""
 
 import contextlib
 import time
@@ -23,7 +23,8 @@ Say = Callable[[str], None]
 
 
 class RunTasks:
-    """A `training.loop.Tasks`. It evaluates the same parameters as other evaluations: with ema_decay, the average.
+    """Implements `training.loop.Tasks`. Evaluates the same parameters as the run's other evaluations: with ema_decay,
+    their average.
 
     Every process computes everything on the mesh. Scores depend only on the parameters and the tasks, so a resumed run
     gets the same scores.
@@ -56,17 +57,17 @@ class RunTasks:
         self._aborts, self._seconds = run.config.abort_on_eval_tasks_error, run.config.eval_tasks_timeout_seconds
 
     def to(self, run_dir: RunDir) -> "RunTasks":
-        """Sets the run's folder for storing questions and answers. Returns itself."""
+        """Sets the folder for scores, questions and answers. Returns `self`."""
         self._folder = run_dir.path / EVALUATIONS
         return self
 
     def __call__(self, state: Any, updates: int, interrupted: Callable[[], bool]) -> dict[str, Any] | None:
-        """Returns the row of scores after `updates` updates, and prints it; returns None if interrupted.
+        """Runs the tasks after `updates` updates. Prints and returns the row of scores; returns None if interrupted.
 
-        A task that fails for a stated reason is reported and counted.
+        A task that raises UserError is reported, and counted as failed.
 
         Raises:
-          UserError: a task fails under abort_on_eval_tasks_error, or the answers cannot be written to disk.
+          UserError: a task fails and abort_on_eval_tasks_error is true, or the answers cannot be written to disk.
         """
         started = time.perf_counter()
         params = self._engine.hold(*self._variables(state))

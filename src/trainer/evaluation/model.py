@@ -20,12 +20,12 @@ from trainer.inference.text import Chat, TextStream
 from trainer.runtime.agreement import from_first
 
 GREEDY = Sampling(0.0)
-_EVERY = 10.0  # seconds between two lines of progress
-_LOOK_SECONDS = 0.5  # between two checks whether the run or the task's time has ended
+_EVERY = 10.0  # seconds between two progress messages
+_LOOK_SECONDS = 0.5  # seconds between checks whether the run or the task's time has ended
 
 
-class Interrupted(Exception):  # like KeyboardInterrupt, it is not an error
-    """Raised if the run ends, which also ends the evaluation."""
+class Interrupted(Exception):  # not an error, like KeyboardInterrupt
+    """Ends the evaluation because the run ends."""
 
 
 class TooLong(UserError):
@@ -34,8 +34,8 @@ class TooLong(UserError):
 
 @contextlib.contextmanager
 def looking(look: Callable[[], None]) -> Iterator[None]:
-    """A context in which `look` is called every half second, between any two lines of Python and within a regular
-    expression. An exception from `look` ends the context. Only for the main thread."""
+    """A context in which a signal handler calls `look` every half second, even while a regular expression is matched.
+    An exception from `look` ends the context. Has no effect outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -52,13 +52,14 @@ def looking(look: Callable[[], None]) -> Iterator[None]:
             yield
         finally:
             ended = True
-    finally:  # also if `look` has raised in the other one
+    finally:  # even if `look` raises in the inner `finally`
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, before)
 
 
 class Answer(NamedTuple):
-    """
+    """The model's answer to a prompt.
+
     Attributes:
       text: excludes the stop text.
       end: stop (a stop token or a stop text) or length.
@@ -70,9 +71,10 @@ class Answer(NamedTuple):
 
 
 class EvaluatedModel:
-    """
+    """A model that scores texts and answers prompts.
+
     Attributes:
-      length: the number of positions for a prompt and its answer, and for all tokens of a scored row but the last.
+      length: the maximum length of a prompt with its answer; a scored row may have one more token.
       chat: converts messages to tokens; None if prompts are texts.
     """
 
@@ -92,8 +94,8 @@ class EvaluatedModel:
           params: the result of `engine.hold`.
           tokenizer: None for tasks that need none.
           stop: the tokens that end an answer.
-          interrupted: returns whether to raise Interrupted, equally in all processes; called after each batch, and
-            while other code works.
+          interrupted: returns whether to raise Interrupted, with the same result in all processes; called after each
+            batch and, in a `watched` context, by a timer.
           say: receives a line of progress at most every ten seconds.
           images: see `About.images`.
         """
@@ -105,12 +107,12 @@ class EvaluatedModel:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer. Only text tasks may be opened without one, and they do not use it."""
+        """The tokenizer. It is missing only if all tasks are text tasks, which do not use it."""
         assert self._tokenizer is not None
         return self._tokenizer
 
     def encode(self, text: str) -> list[int]:
-        """Returns the tokens of a text, including the tokens before a text."""
+        """Returns the tokens of a text, with the tokenizer's `before_text` tokens at the beginning."""
         return [*self.tokenizer.before_text, *self.tokenizer.encode(text)]
 
     def prompt(self, text: str) -> list[int]:
@@ -122,7 +124,7 @@ class EvaluatedModel:
         together, and spaces at the end of the context belong to the continuation.
 
         Args:
-          chat: whether, with use_chat_template=true, the context becomes the user's message.
+          chat: whether, with use_chat_template=true, the context becomes the user's message, encoded separately.
 
         Raises:
           UserError: the continuation has no tokens.
@@ -156,8 +158,8 @@ class EvaluatedModel:
 
     @contextlib.contextmanager
     def watched(self, busy: Callable[[], bool]) -> Iterator[None]:
-        """A context for other code that does not call `check_goes_on`: a timer calls it instead, unless the model is
-        `busy`. See `looking`. Only for a single process."""
+        """A context in which a timer calls `check_goes_on` unless `busy()`, for code that does not call it; see
+        `looking`. Has no effect with several processes."""
         if jax.process_count() > 1:
             yield
             return
@@ -180,8 +182,8 @@ class EvaluatedModel:
     def log_probs(self, rows: Sequence[Sequence[int]]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns the results of `Engine.score` for any number of rows of 2 to `length` + 1 tokens.
 
-        Rows of similar length are computed together, the longest first. Equal rows give equal bits if the shapes of
-        their batches are equal.
+        Rows of similar length are computed together, the longest first. Equal rows get bitwise equal results if their
+        batches have equal shapes.
 
         Raises:
           UserError: a token stands for an image.
@@ -202,15 +204,15 @@ class EvaluatedModel:
         continuation is the most likely one. Contexts that are too long are truncated at their beginning.
 
         Raises:
-          UserError: a context or a continuation has no tokens, a continuation is longer than the model's positions, or
-            a log-likelihood is NaN because of the parameters.
+          UserError: a context or a continuation has no tokens, a continuation is longer than `length`, or a
+            log-likelihood is NaN.
         """
         if any(not before or not after for before, after in pairs):
-            raise UserError("a continuation, or what is before it, has no tokens")
+            raise UserError("a continuation or its context has no tokens")
         if long := [len(after) for _, after in pairs if len(after) > self.length]:
             raise UserError(
-                f"an answer has {max(long):,} tokens, at most {self.length:,} are possible: give max_target_length="
-                f"{max(long)} or more, or a shorter answer"
+                f"an answer has {max(long):,} tokens, but at most {self.length:,} fit: set max_target_length="
+                f"{max(long)} or more, or shorten the answer"
             )
         rows = [[*before, *after][-(self.length + 1) :] for before, after in pairs]
         said = self.log_probs(rows)
@@ -219,7 +221,7 @@ class EvaluatedModel:
             for (log_probs, likeliest), (_, after) in zip(said, pairs, strict=True)
         ]
         if any(math.isnan(value) for value, _ in found):
-            raise UserError("log-likelihoods are NaN, as of parameters that are: no answer is more likely than another")
+            raise UserError("log-likelihoods are NaN, so answers cannot be compared; look for NaN in the parameters")
         return found
 
     def answers(
@@ -234,7 +236,7 @@ class EvaluatedModel:
         Args:
           limits: the maximum number of tokens of each answer.
           until: texts that end each answer and are not part of it.
-          sampling: sampling settings, with the prompt's number as seed; default: the most likely tokens.
+          sampling: sampling settings; prompt i has the seed i. Default: the most likely tokens.
 
         Raises:
           UserError: a token stands for an image.
@@ -242,7 +244,7 @@ class EvaluatedModel:
         self._check_no_images(prompts)
         scheduler = Scheduler(self._engine, self._params, fill=True)
         writers: dict[int, _Writer] = {}
-        # The longest first, so that prompts of one length share a program while it is cached.
+        # Sorted by length, so that prompts of equal length follow each other while their program is cached.
         for i in sorted(range(len(prompts)), key=lambda i: -len(prompts[i])):
             number = scheduler.submit(prompts[i], limit=limits[i], stop=self._stop, sampling=sampling, seed=i)
             writers[number] = _Writer(i, self.tokenizer, prompts[i], until[i])
@@ -264,7 +266,7 @@ class EvaluatedModel:
 
 
 class _Writer:
-    """The answer to a prompt as its tokens arrive."""
+    """Collects the tokens of an answer."""
 
     def __init__(self, index: int, tokenizer: Tokenizer, prompt: Sequence[int], until: Sequence[str]):
         self.index, self.ended, self._until = index, False, [text for text in until if text]

@@ -1,7 +1,7 @@
-"""The program of a process that runs model-written code (programs.py). It is run by path, without the package.
+"""Runs model-written code in a process that programs.py starts by this file's path, without the package.
 
-In separate namespaces, it has no network and sees no other processes. All files are read-only, except in an empty
-in-memory folder, and it has no rights over the namespaces.
+With namespaces, the process has no network, sees no other processes, and has no rights over the namespaces. All files
+are read-only, except in an empty in-memory folder.
 """
 
 import ast
@@ -12,13 +12,14 @@ import resource
 import sys
 from typing import Any
 
-_FOLDER = "/dev/shm"  # hidden by an empty folder
+_FOLDER = "/dev/shm"  # replaced by an empty in-memory folder
 _MS_BIND, _RECURSIVE, _HERE, _MOUNT_SETATTR, _NEW_USER = 4096, 0x8000, -100, 442, 0x10000000
 _MOST_PROCESSES = "/proc/sys/kernel/pid_max"
 
 
 def _isolate(hidden: str, megabytes: int) -> None:
-    """Makes all files read-only, hides the file `hidden`, and gives up all rights."""
+    """Makes all files read-only, hides the file `hidden`, mounts a writable in-memory folder, and gives up all
+    rights."""
     libc = ctypes.CDLL(None, use_errno=True)
     attributes = (ctypes.c_uint64 * 4)(1)  # read-only
 
@@ -26,7 +27,7 @@ def _isolate(hidden: str, megabytes: int) -> None:
         if result:
             raise OSError(ctypes.get_errno(), "the kernel does not permit it")
 
-    # RLIMIT_NPROC does not limit root. Before Linux 6.14, the file is the whole machine's.
+    # RLIMIT_NPROC does not limit root, so this file does. Before Linux 6.14, it limits the whole machine.
     if tuple(map(int, os.uname().release.split("-")[0].split(".")[:2])) >= (6, 14):
         with open(_MOST_PROCESSES, "w") as file:
             file.write("400")
@@ -38,10 +39,11 @@ def _isolate(hidden: str, megabytes: int) -> None:
 
 
 def main() -> None:
-    """Reports on its standard output, a socket, whether the program was loaded, and then the result of its function for
-    each line of arguments: a line with the representation of a value, or ! and the name of an exception."""
+    """Loads the program in the first line of standard input, and calls its function with the arguments in each further
+    line. Replies to each line on standard output (a socket) with the `repr` of the result, or ! and the name of an
+    exception."""
     given = json.loads(sys.argv[1])
-    os.setsid()  # kill(0, ...) reaches the process's group, including members that a namespace hides
+    os.setsid()  # kill(0, ...) would reach even hidden processes in the old process group
     calls, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     null = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
@@ -59,7 +61,7 @@ def main() -> None:
         resource.setrlimit(number, pair)
     if given["namespaces"]:
         _isolate(given["hidden"], given["file_mb"])
-    ctypes.CDLL(None).prctl(1, 9)  # the kernel kills it when its parent ends
+    ctypes.CDLL(None).prctl(1, 9)  # the kernel kills this process when its parent ends
 
     def reply(text: str) -> None:
         replies.write(text.encode(errors="backslashreplace") + b"\n")

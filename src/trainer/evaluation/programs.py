@@ -1,7 +1,9 @@
-"""Tasks with programs as answers, in the form of HumanEval: the tests of a problem call the function that the model
-wrote. The function runs in a separate process (program_child.py); the tests run here, in a process for reward
-functions. The two exchange only numbers, texts, and lists of these, so a program passes only if it returns the expected
-values. This module loads neither JAX nor the package's configuration."""
+"""Tasks with programs as answers, in HumanEval's format: a problem's tests call the function that the model wrote.
+
+The function runs in a separate process (program_child.py); the tests run here, in a process for reward functions. The
+processes exchange only Python literals, so a function cannot pass by returning an object that equals every value. This
+module loads neither JAX nor trainer's configuration.
+"""
 
 import ast
 import builtins
@@ -27,16 +29,16 @@ _RAISED = [name for name, one in vars(builtins).items() if isinstance(one, type)
 REASONS: tuple[str, ...] = (PASSED, LATE, _FAILED, _ENDED, _OTHER, _LONG, _RAISES, "raised an exception")
 REASONS += tuple(f"raised {name}" for name in sorted(_RAISED))
 LIMITS = {"seconds": 5, "memory_mb": 1024, "file_mb": 16, "processes": 16, "namespaces": True}
-_LARGEST = 1 << 20  # bytes of a value
+_LARGEST = 1 << 20  # the maximum size of a value, in bytes
 _NAMESPACES = ["--user", "--map-root-user", "--net", "--ipc", "--mount", "--pid", "--fork", "--kill-child"]
 
 
-class _Failed(BaseException):  # so that no test catches it
+class _Failed(BaseException):  # not an Exception, so that tests do not catch it
     """A program did not return a value. The argument is the reason."""
 
 
 class _Program:
-    """A process with a program. `close` ends it."""
+    """A process that runs a program. `close` ends the process."""
 
     def __init__(self, source: str, name: str, limits: Mapping[str, Any], folder: str):
         self._ours, theirs = socket.socketpair()
@@ -61,11 +63,11 @@ class _Program:
         self._source, self._name = source, name
 
     def load(self) -> None:
-        """Defines the function. Raises _Failed, as a call does."""
+        """Defines the function. Raises _Failed if that fails."""
         self._reply(json.dumps([self._source, self._name]))
 
     def __call__(self, *by_place: Any, **by_name: Any) -> Any:
-        """Returns the result of the function."""
+        """Calls the function and returns its result. Raises _Failed if there is none."""
         return self._reply(repr((by_place, by_name)))
 
     def _reply(self, line: str) -> Any:
@@ -101,7 +103,7 @@ class _Program:
 
     def close(self) -> None:
         """Ends the process; with namespaces, also all processes that it started."""
-        with contextlib.suppress(OSError):  # without namespaces, the process leads a group
+        with contextlib.suppress(OSError):  # without namespaces, the process leads a process group
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
         self._process.wait()
@@ -114,7 +116,7 @@ def outcome(prompt: str, completion: str, test: str, name: str, limits: Mapping[
     Args:
       test: source text that defines check(candidate).
       name: the function's name in the program.
-      limits: LIMITS, and `hidden`, the path of a file that the program cannot see.
+      limits: values for the fields of LIMITS, and `hidden`, the path of a file to hide from the program.
     """
     try:
         with (
@@ -132,7 +134,7 @@ def outcome(prompt: str, completion: str, test: str, name: str, limits: Mapping[
         return str(failed)
     except AssertionError:
         return _FAILED
-    except Exception:  # for example when it compares a text with a number
+    except Exception:  # for example, the test orders a text and a number
         return _RAISES
     return PASSED
 
@@ -144,5 +146,5 @@ def judge(
     entry_point: Sequence[str],
     limits: Sequence[Mapping[str, Any]],
 ) -> float:
-    """Returns the index of the outcome in REASONS. The arguments are those of a reward function."""
+    """Returns the index of the outcome in REASONS. Has the parameters of a reward function."""
     return float(REASONS.index(outcome(question[0], completions[0], test[0], entry_point[0], limits[0])))

@@ -1,4 +1,4 @@
-"""Tasks with programs as answers. They are judged like answers that a user's function judges."""
+"""Tasks with programs as answers: question tasks with `programs.judge` as the scoring function."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,13 +13,13 @@ from trainer.rl.rewards import Rewards
 from trainer.runtime.agreement import from_first
 
 _JUDGE = "trainer.evaluation.programs:judge"
-_UNTIL = ["\nclass", "\ndef", "\n#", "\nif", "\nprint"]  # as in HumanEval's paper
+_UNTIL = ["\nclass", "\ndef", "\n#", "\nif", "\nprint"]  # from the HumanEval paper
 _MAX_TOKENS = 512
-_MARGIN_SECONDS = 30.0  # for the tests themselves
+_MARGIN_SECONDS = 30.0  # added to a program's limit, for its tests
 
 
 class ProgramsTask(QuestionsTask):
-    """A task of problems in the form of HumanEval."""
+    """A task of problems in HumanEval's format."""
 
     found = "reason"
 
@@ -47,9 +47,9 @@ class ProgramsTask(QuestionsTask):
         trial = ("def one():\n", "    return 1\n", "def check(one):\n    assert one() == 1\n", "one")
         if (reason := from_first(lambda: outcome(*trial, limits))) != PASSED:
             raise UserError(
-                f"{spec.path}: programs cannot be run within the limits: a trial {reason}. Needed are the program "
-                "unshare and Linux 5.12 that permits namespaces of users; namespaces: false runs programs "
-                "without, with access to the network and to all that you may write"
+                f"{spec.path}: programs cannot be run within the limits: a trial program {reason}. Isolation needs the "
+                "program unshare, and Linux 5.12 or later with user namespaces enabled; namespaces: false runs "
+                "programs without isolation, with access to the network and to all files that you may write"
             )
 
     def _judged(

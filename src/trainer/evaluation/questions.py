@@ -17,9 +17,9 @@ from trainer.rl.rewards import Rewards, Sample, Scored
 from trainer.runtime.agreement import from_first
 
 _MAX_TOKENS = 256
-_TAKEN = ("prompts", "completions")  # names of other arguments of functions
-_PER_WORKER = 4  # answers judged by a function between two checks whether the run ends
-_PART = 64  # the same for regular expressions
+_TAKEN = ("prompts", "completions")  # other arguments of scoring functions
+_PER_WORKER = 4  # answers for a function between checks whether the run ends
+_PART = 64  # answers for a regular expression between these checks
 Say = Callable[[str], None]
 
 
@@ -31,8 +31,8 @@ class QuestionsTask:
     """A task of questions.
 
     Attributes:
-      name: of its scores.
-      found: the field of a sample that contains the extracted text.
+      name: the task's name in its scores.
+      found: the name of the field of a sample that contains the extracted text.
     """
 
     found = "found"
@@ -41,8 +41,8 @@ class QuestionsTask:
         """`limit`: the maximum number of questions; -1: all.
 
         Raises:
-          UserError: a field of the questions has the name of another argument of the function, or there is no such
-            function.
+          UserError: a field of the questions has the name of another argument of the function, or the function does not
+            exist.
         """
         self.name, self._settings, self._say = spec.name, dict(spec.settings), say
         self._where, self._config = (
@@ -122,11 +122,12 @@ class QuestionsTask:
     def _judged(
         self, prompts: Sequence[str], answers: Sequence[Answer], model: EvaluatedModel
     ) -> tuple[str, list[float], Sequence[str | None]]:
-        """Returns the metric, its value for each answer, and the text that the regular expression found in each."""
+        """Returns the metric's name, its value for each answer, and the text that the regular expression found in each
+        answer."""
         if self._settings.get("score", "exact") == "function":
             judged = list(self._by_function(prompts, answers, model))
             if late := sum(one.timed_out for one in judged):
-                self._say(f"{self.name}: the function took too long for {late} of {len(judged)} answers: they score 0")
+                self._say(f"{self.name}: the function took too long for {late} of {len(judged)} answers, which score 0")
             return "score", [one.reward for one in judged], [None] * len(answers)
         pattern = self._settings.get("pattern")
         texts: Sequence[str | None] = [answer.text for answer in answers]
@@ -140,8 +141,8 @@ class QuestionsTask:
         )
 
     def _by_pattern(self, pattern: str, answers: Sequence[Answer], model: EvaluatedModel) -> list[str | None]:
-        """Returns the text that the regular expression finds in each answer; the first process computes it for all. A
-        search that exceeds the time limit of a function finds nothing."""
+        """Returns the text that the regular expression finds in each answer. The first process searches for all
+        processes. A search that exceeds reward_worker_timeout_seconds finds nothing."""
         seconds, found, late = self._config.reward_worker_timeout_seconds, list[str | None](), 0
 
         def find(text: str) -> tuple[str | None, bool]:
@@ -168,7 +169,7 @@ class QuestionsTask:
                 late += was_late
             model.check_goes_on()
         if late:
-            self._say(f"{self.name}: the pattern took too long in {late} of {len(found)} answers: they do not match")
+            self._say(f"{self.name}: the pattern took too long in {late} of {len(found)} answers, which do not match")
         return found
 
     def _matches(self, text: str | None, row: Mapping[str, Any]) -> bool:
@@ -188,14 +189,14 @@ class QuestionsTask:
     def _by_function(
         self, prompts: Sequence[str], answers: Sequence[Answer], model: EvaluatedModel
     ) -> Iterator[Scored]:
-        """Yields the result of the user's function for each answer; the first process computes it for all."""
+        """Yields the result of the user's function for each answer. The first process calls it for all processes."""
         samples = [
             Sample(prompt, answer.text, row, f"{self._where} {line}")
             for (line, row), prompt, answer in zip(self._rows, prompts, answers, strict=True)
         ]
         workers = self._config.reward_num_workers
         judges: list[Rewards] = []
-        # Several processes stop together, after a part of the answers.
+        # Several processes must stop together, so they check only after each part of the answers.
         meanwhile = model.check_goes_on if jax.process_count() == 1 else lambda: None
 
         def judged(part: Sequence[Sample]) -> list[Scored]:
@@ -214,7 +215,8 @@ class QuestionsTask:
 
 
 def _last(pattern: str, text: str) -> str | None:
-    """Returns the first group of the last match, or the whole match without groups; None if there is none."""
+    """Returns the first group of the last match, or the whole match if the pattern has no groups; None without a
+    match."""
     last = None
     for last in re.finditer(pattern, text):  # noqa: B007
         pass

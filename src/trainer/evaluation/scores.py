@@ -9,10 +9,11 @@ _WIDTH = 80  # the width of a terminal
 
 
 class Score(NamedTuple):
-    """
+    """The value of a metric.
+
     Attributes:
-      error: the standard error; None if it is not known, as for a single sample.
-      samples: the number of questions or texts over which the value averages.
+      error: the standard error; None if it is unknown, as for a single sample.
+      samples: the number of questions or texts.
     """
 
     metric: str

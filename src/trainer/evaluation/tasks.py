@@ -18,26 +18,27 @@ from trainer.runtime.agreement import from_first
 from trainer.runtime.attempts import turn_hub_off
 from trainer.runtime.folders import replace_file
 
-# Variables that packages read when they are imported. Tasks' data and metrics are on disk: no task downloads in a run.
+# Environment variables that packages read when they are imported. They prevent downloads during a run.
 _OFFLINE = ("HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE")
 RESULTS_FILE = "results.json"
 Say = Callable[[str], None]
 
 
 class Task(Protocol):
-    """A task whose data are open."""
+    """An opened task."""
 
     name: str
 
     def run(self, model: EvaluatedModel) -> list[Result]:
-        """Returns the model's scores. Raises UserError for a stated reason."""
+        """Returns the model's scores. Raises UserError if the task fails."""
 
 
 def open_tasks(specs: Sequence[Spec], config: Config, tokenizer: Tokenizer | None, say: Say) -> list[Task]:
-    """Returns the tasks with their data. `config`: the model's; its eval_tasks_limit bounds the samples of each task.
+    """Opens the tasks with their data. `config`: the model's configuration; its eval_tasks_limit is the maximum number
+    of samples per task.
 
     Raises:
-      UserError: data are missing, or a task needs another tokenizer.
+      UserError: data are missing, or a task needs a tokenizer.
     """
     limit, allow_code, found = config.eval_tasks_limit, config.eval_tasks_allow_code, list[Task]()
     for spec in specs:

@@ -31,7 +31,7 @@ Say = Callable[[str], None]
 
 
 class Window(NamedTuple):
-    """Tokens `begin` to `end` of a text. Tokens from `first` on are predicted and counted."""
+    """Tokens `begin` to `end` (exclusive) of a text. Tokens from `first` on are predicted and counted."""
 
     begin: int
     end: int
@@ -39,9 +39,9 @@ class Window(NamedTuple):
 
 
 def windows(count: int, context: int, stride: int) -> Iterator[Window]:
-    """Yields the windows of a text of `count` tokens as in transformers' guide to perplexity. They begin at multiples
-    of `stride`, have up to `context` tokens, and count the tokens that no earlier window counted. The first token of a
-    window has no predecessor there, so that window never counts it."""
+    """Yields the windows of a text of `count` tokens as in transformers' guide to perplexity. The windows begin at
+    multiples of `stride`, have up to `context` tokens, and count the tokens that no earlier window counted. A window
+    never counts its first token, which has no predecessor in the window."""
     done = 1
     for begin in range(0, count, stride):
         end = min(begin + context, count)
@@ -53,24 +53,25 @@ def windows(count: int, context: int, stride: int) -> Iterator[Window]:
 
 
 def windows_of_llama_cpp(count: int, context: int) -> Iterator[Window]:
-    """Yields the windows of a text of `count` tokens as in llama.cpp's program perplexity: consecutive complete
-    windows. Each counts the tokens after its first `context // 2` + 1. The remainder of the text is unused."""
+    """Yields the windows of a text of `count` tokens as in llama.cpp's program `perplexity`: consecutive windows of
+    `context` tokens. Each window counts its tokens from index `context // 2 + 1` on. The remainder of the text is
+    unused."""
     for begin in range(0, count - context + 1, context):
         yield Window(begin, begin + context, begin + context // 2 + 1)
 
 
 class TextTask:
-    """A task of text.
+    """A text task.
 
     Attributes:
-      name: of its scores.
+      name: the task's name in its scores.
     """
 
     def __init__(self, spec: Spec, config: Config, tokenizer: Tokenizer | None, limit: int, say: Say):
         """Opens the data.
 
         Args:
-          config: the model's configuration, and the data's unless the task overrides it.
+          config: the model's configuration; the task may override its data keys.
           limit: the maximum number of documents; -1: all.
 
         Raises:
@@ -104,7 +105,7 @@ class TextTask:
         texts = [_joined(self._documents)] if self._joined else self._documents
         listed = [(i, window) for i, text in enumerate(texts) for window in self._windows(len(text.tokens))]
         if not listed:
-            raise UserError(f"{self.name}: no text has context={self._context} tokens; joined: true joins all")
+            raise UserError(f"{self.name}: no text reaches context={self._context} tokens; joined: true joins texts")
         sums: list[dict[str, Any]] = []
         for first in range(0, len(listed), _AT_ONCE):
             part = listed[first : first + _AT_ONCE]
@@ -137,7 +138,7 @@ class TextTask:
 
     def _scores(self, samples: Sequence[Mapping[str, Any]]) -> list[Score]:
         if not samples:
-            raise UserError(f"{self.name}: no token of the texts counts")
+            raise UserError(f"{self.name}: the loss excludes all tokens of the texts")
         nats, tokens = [sample["nats"] for sample in samples], [sample["tokens"] for sample in samples]
         loss = ratio("loss", nats, tokens)
         perplexity = math.exp(min(loss.value, 700.0))
@@ -150,8 +151,8 @@ class TextTask:
 
 
 def _with_data(config: Config, spec: Spec) -> Config:
-    """Returns `config` with the task's data. All documents of the task are evaluated unless it specifies held-out ones,
-    because the held-out documents of `config` are from other data.
+    """Returns `config` with the task's data. If the task specifies documents, the keys of held-out documents come from
+    the task or are reset, because those of `config` are for other data.
 
     Raises:
       UserError: keys of the data contradict each other.
@@ -174,8 +175,8 @@ def _with_data(config: Config, spec: Spec) -> Config:
 
 
 def _documents(config: Config, tokenizer: Tokenizer | None, say: Say, *, all_allowed: bool) -> Iterator[Document]:
-    """Yields the held-out documents of the data; all, if none is held out and that is allowed. They have a begin token
-    but no end token. For files of token ids and synthetic data, the documents are the segments of rows."""
+    """Yields the held-out documents of the data; if none are held out and `all_allowed`, all documents. The documents
+    have a begin token but no end token. For files of token ids and synthetic data, they are the segments of rows."""
     if config.dataset_type == "synthetic" or token_files(config):
         rows = open_dataset(Config({**config, "eval_interval": 1}), say).evaluation
         assert rows is not None, "open_dataset raises UserError"
@@ -185,14 +186,14 @@ def _documents(config: Config, tokenizer: Tokenizer | None, say: Say, *, all_all
         return
     if config.prepared_path:
         raise UserError(
-            f"prepared_path={config.prepared_path} has rows, and {TEXT} evaluates whole documents: name a file with "
-            "kind: text and data of its own; eval_interval evaluates the held-out rows"
+            f"prepared_path={config.prepared_path} contains rows, but {TEXT} evaluates whole documents: use a task "
+            "file with kind: text that specifies data, or evaluate the held-out rows with eval_interval"
         )
     source = open_source(config, say)
     if not source.evaluation and not all_allowed:
         raise UserError(
-            f"{source.name}: nothing is held out for {TEXT}; eval_tasks_limit=N evaluates its first N documents, and "
-            "held_out_share, or a file with kind: text, names others"
+            f"{source.name}: nothing is held out for {TEXT}; eval_tasks_limit=N evaluates its first N documents; "
+            "held_out_share holds out documents, and a task file with kind: text can specify others"
         )
     corpora = source.evaluation or source.train
     columns = corpora[0].columns

@@ -1,7 +1,7 @@
-"""Serves several adapters over one base: a model with one adapter that concatenates their ranks.
+"""Serves several adapters over one base: concatenates their ranks into a single adapter.
 
-An adapter's product is a sum over its ranks, so a row that uses only the ranks of one adapter gets the product of this
-adapter (`products.Context.ranks`).
+An adapter's product is a sum over its ranks, so each row masks the ranks of all adapters but its own
+(`products.Context.ranks`).
 """
 
 import math
@@ -29,7 +29,7 @@ def with_adapters(
 
     Args:
       config: the base's resolved configuration.
-      apart: whether each row selects its adapter, even if there is only one.
+      apart: whether rows select their adapters even if there is only one.
 
     Raises:
       UserError: rows cannot use different adapters in the same products, or batch_invariant does not allow them.
@@ -44,7 +44,7 @@ def with_adapters(
     if len({(each.get("lora_weight_qtype", ""), each.get("lora_tile_size", 0)) for each in keys}) > 1:
         raise UserError("adapters: lora_weight_qtype or lora_tile_size of their bases differ; serve them one by one")
     ranks = [each["lora_rank"] for each in keys]
-    # The factor lora_alpha / lora_rank of each adapter is included in its b.
+    # The total factor is 1: `loaded` multiplies each adapter's b by its lora_alpha / lora_rank.
     whole = {**keys[0]} | {
         "enable_lora": True,
         "lora_rank": sum(ranks),
@@ -55,15 +55,15 @@ def with_adapters(
     names = matrix_names(config, "enable_lora")
     kernels = lora_kernels(config, dict.fromkeys(names, (0, 0)))
     if groups := [name for name, kernel in kernels.items() if kernel.groups]:
-        raise UserError(f"adapters: {groups[0]} belongs to experts, which sort rows; serve them one by one")
+        raise UserError(f"adapters: {groups[0]} belongs to experts, which reorder rows; serve them one by one")
     if (head := "/".join(head_matrix(config))) in kernels:
-        raise UserError(f"adapters: the output head {head} has the same matrix for all rows; serve them one by one")
+        raise UserError(f"adapters: the output head {head} must be the same matrix for all rows; serve them one by one")
     owner = np.repeat(np.arange(1, len(ranks) + 1), ranks)
     return config, np.arange(len(ranks) + 1)[:, None] == owner
 
 
 def _check_bits(config: Config, adapters: Sequence[Adapters], keys: Sequence[Mapping[str, Any]], apart: bool) -> None:
-    """Refuses adapters whose products would differ in bits from those in training."""
+    """Raises UserError if products with the adapters would not be bitwise equal to training's."""
     if len(adapters) > 1 and config.dtype != "bfloat16":
         raise UserError(
             f"batch_invariant=true: with dtype={config.dtype}, bits depend on the ranks of all adapters "
@@ -73,16 +73,16 @@ def _check_bits(config: Config, adapters: Sequence[Adapters], keys: Sequence[Map
     for found, each in zip(adapters, keys, strict=True):
         if each.get("lora_weight_qtype"):
             raise UserError(
-                f"batch_invariant=true: {found.path} has lora_weight_qtype={each['lora_weight_qtype']}: its "
-                "bits are not proved"
+                f"batch_invariant=true: {found.path} has lora_weight_qtype={each['lora_weight_qtype']}: "
+                "bitwise equality is not verified for it"
             )
         scale = each["lora_alpha"] / each["lora_rank"]
-        # Training multiplies x a by the scale. Here b includes the scale; only a power of two gives the same rounding.
+        # Training multiplies the product of x and a by the scale, but here b includes the scale. Only a scale that is a
+        # power of two rounds equally in both.
         if (apart or len(adapters) > 1) and math.frexp(scale)[0] != 0.5:
             raise UserError(
-                f"batch_invariant=true: {found.path} has lora_alpha / lora_rank = {scale:g}, which is no power "
-                "of two, so where rows "
-                "choose adapters its bits differ from training; generate with it alone"
+                f"batch_invariant=true: {found.path} has lora_alpha / lora_rank = {scale:g}, which is not a "
+                "power of two, so its bits differ from training if rows select adapters; generate with it alone"
             )
 
 
@@ -94,7 +94,7 @@ def loaded(config: Config, adapters: Sequence[Adapters], weights: dict[str, Any]
       weights: the weights of a model of `config` on its devices, by canonical name.
 
     Raises:
-      UserError: other parameters were trained, too, or the adapters are for another base.
+      UserError: a run with adapters also trained other parameters, or the adapters are for another base.
     """
     values = {name: np.zeros(leaf.shape, np.float32) for name, leaf in weights.items() if ADAPTER.search(name)}
     kernels = lora_kernels(config, dict.fromkeys(matrix_names(config, "enable_lora"), (0, 0)))
@@ -105,7 +105,7 @@ def loaded(config: Config, adapters: Sequence[Adapters], weights: dict[str, Any]
         own = Config({**config, **keys})
         leaves = found.leaves(own, weight_shapes(own))
         if others := leaves.keys() - values.keys():
-            raise UserError(f"{found.path}: {min(others)} was trained, too, so it cannot share a base; serve it alone")
+            raise UserError(f"{found.path}: {min(others)} was also trained, so it cannot share a base; serve it alone")
         check_base(parameters, found.origin, found.path)
         for name, leaf in leaves.items():
             value, target = leaf.read(np.dtype(np.float32), lambda size: None), values[name]

@@ -18,10 +18,10 @@ class Asked(NamedTuple):
     """The options of a request.
 
     Attributes:
-      presence: is subtracted from the logit of each token that was already generated.
-      frequency: is subtracted from a token's logit once for each time that the token was generated.
-      repetition: divides positive logits of prompt tokens and generated tokens, and multiplies their negative logits.
-      bias: is added to the logit of a token.
+      presence: subtracted from the logit of each token that was already generated.
+      frequency: subtracted from a token's logit once for each time that the token was generated.
+      repetition: divides the positive logits of prompt tokens and generated tokens, and multiplies the negative ones.
+      bias: by token id, added to the token's logit.
       log_probs: whether events include log-probabilities, at temperature 1 and without the options above.
       prompt_log_probs: whether the first event includes the log-probabilities of the prompt. Disables cached prefixes.
     """
@@ -38,7 +38,7 @@ NOTHING = Asked()
 
 
 class Controls(NamedTuple):
-    """`Asked` for sequences: arrays [b], or [b, v] with a value for each token.
+    """The options (`Asked`) of b sequences: arrays [b], or [b, v] with a value for each token of the vocabulary.
 
     Attributes:
       active: bool; whether logits are changed before a token is drawn.
@@ -58,7 +58,7 @@ class Controls(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Log-probabilities of n tokens at temperature 1 and over all tokens.
+    """Log-probabilities of n tokens, at temperature 1 and over the whole vocabulary.
 
     Attributes:
       log_probs: float32 [n].
@@ -149,8 +149,8 @@ def said_of_targets(head: Any, hidden_bte: jax.Array, targets_bt: jax.Array) -> 
 
 
 def _tiled(fn: Any, hidden_bte: jax.Array, targets_bt: jax.Array) -> Any:
-    """Returns `fn(hidden [b, n, e], targets [b, n])`, arrays [b, n, ...], computed in tiles of n of all t tokens, so
-    that the logits of all tokens never exist at once."""
+    """Returns the arrays [b, t, ...] of `fn`, computed in tiles of n tokens, so that the logits of all t tokens never
+    exist at once. `fn`: hidden states [b, n, e], targets [b, n] -> arrays [b, n, ...]."""
     rows, count = targets_bt.shape
     tiles = -(-count // _TILE)
 

@@ -1,8 +1,8 @@
 """The engine that generates text: prefill of prompts, insertion into slots, and decode steps over all slots.
 
-Each prompt is prefilled separately, padded to one of a few lengths, and then inserted into a slot. A decode step adds
-A decode step adds one token to every slot in use. Prefill is compiled once for each padded length, and decoding once
-for all sequence lengths. Caches are arguments and results: the engine has compiled functions and no state.
+A prompt is padded to one of a few lengths, prefilled, and then inserted into a slot. A decode step adds one token to
+every slot in use. Prefill is compiled once for each padded length, and decoding once for all sequence lengths. The
+engine has compiled functions but no state: caches are arguments and results.
 """
 
 import functools
@@ -31,7 +31,7 @@ from trainer.sharding import Axes
 class Engine:
     """Prefills prompts, inserts them into slots and generates, with the model of `served`.
 
-    `params` is always a result of `hold`: canonical variables (params, rest) in the layout of the programs.
+    `params` is always a result of `hold`: canonical variables (params, rest) in the layout of the compiled functions.
     """
 
     def __init__(self, served: Served):
@@ -62,7 +62,7 @@ class Engine:
 
     @property
     def max_prefill_length(self) -> int:
-        """The number of tokens of the longest prompt; every sequence has room for one more token."""
+        """The maximum number of tokens of a prompt, which leaves room for one generated token."""
         return longest_prompt(self.config)
 
     @property
@@ -76,7 +76,8 @@ class Engine:
         return self.config.prefill_chunk_size
 
     def part(self, tokens: np.ndarray, whole: bool = False) -> np.ndarray:
-        """Returns a prompt's chunk, int32 [bucket], padded to a bucket; to prefill_chunk_size if `whole` or larger."""
+        """Returns a prompt's chunk, padded to the next bucket below prefill_chunk_size; if there is none, or `whole`,
+        to prefill_chunk_size. int32 [bucket]."""
         sizes = [size for size in self.rows.buckets if size < self.prefill_chunk_size and not whole]
         size = next((size for size in sizes if size >= tokens.size), self.prefill_chunk_size)
         return np.pad(tokens, (0, size - tokens.size))
@@ -94,7 +95,7 @@ class Engine:
 
     @property
     def _in_parts(self) -> bool:
-        """Returns whether further parts of a prompt may follow a prefill."""
+        """Whether further parts of a prompt may follow a prefill."""
         return self.use_chunked_prefill or self.config.enable_prefix_caching
 
     @functools.cached_property
@@ -140,15 +141,17 @@ class Engine:
         Args:
           padded_tokens: int32 [t], the prompt; with `existing_prefix`, the prompt's next part.
           true_length: the number of tokens before the padding.
-          existing_prefix: the result for the earlier part of the prompt, prefilled with `room`; its buffers are reused.
+          existing_prefix: the prefix for the earlier part of the prompt, prefilled with `room`; its cache is donated.
           num_samples: the number of sequences that continue the prompt, each with different random numbers.
-          sampling, seed: see `sampling.Sampling` and `sampling_key`; default: those of the keys decode_sampling_*.
-          room: the number of positions of the cache, if further parts follow; default: max_prefill_length with
-            use_chunked_prefill or enable_prefix_caching, otherwise t.
+          sampling, seed: see `sampling.Sampling` and `sampling_key`; default: the keys decode_sampling_*.
+          room: the number of positions of the cache, including those for further parts; default: max_prefill_length
+            with use_chunked_prefill or enable_prefix_caching, otherwise t.
           adapter: the adapter of the sequences, counted from 1; 0: none. Requires an engine with several adapters.
-          sample: the number of the first sequence; with equal seeds, different numbers draw different tokens.
+          sample: the number of the first sequence; sequences with equal seeds and different numbers draw different
+            tokens.
           controls: the sequences' options; default: neutral ones. Requires an engine with `Served.controls`.
-          targets: int32 [t]; if given, `Result.prompt` has the scores of these tokens, each after one prompt token.
+          targets: int32 [t]; if given, `Result.prompt` contains the score of each target as the successor of the prompt
+            token at the same index.
 
         Raises:
           ValueError: the prompt is empty or does not fit into its cache, or `adapter` does not exist.
@@ -158,7 +161,7 @@ class Engine:
         requests, sampling = self._drawing(num_samples, sampling, seeds, sample)
         drawing = targets, requests, sampling, adapters, controls
         if not 1 <= true_length <= padded_tokens.size:
-            raise ValueError(f"true_length={true_length}: the prompt has 1 to {padded_tokens.size} tokens")
+            raise ValueError(f"true_length={true_length}: allowed: 1 to {padded_tokens.size}")
         if existing_prefix is None:
             room = room or (self.max_prefill_length if self._in_parts else padded_tokens.size)
             if not true_length <= room <= self.config.max_target_length:
@@ -168,7 +171,7 @@ class Engine:
         length, needed = max(self.places(cache)), before + true_length
         if length < min(needed, self._cache_length):  # a ring cache has room for any sequence
             raise ValueError(
-                f"the cache has room for {length} tokens, {needed} are given; give room= with the first part"
+                f"the cache has room for {length} tokens, but needs {needed}; give room= with the first part"
             )
         return self._continue(params, cache, padded_tokens, true_length, before, *drawing)
 
@@ -180,7 +183,8 @@ class Engine:
     def prefill_multisampling(
         self, params: Any, padded_tokens: jax.Array | np.ndarray, true_length: int, num_samples: int, **how: Any
     ) -> tuple[Prefix, Result]:
-        """Runs `prefill` with several samples. Their tokens equal those of separate requests with the same keys."""
+        """Runs `prefill` with several samples. They get the same tokens as separate requests with the same random
+        keys."""
         return self.prefill(params, padded_tokens, true_length, num_samples=num_samples, **how)
 
     def prefill_concat(
@@ -207,14 +211,14 @@ class Engine:
           adapters: one for each prompt, see `prefill`; default: none.
 
         Raises:
-          ValueError: a block keeps no state for each prompt of a row, so a row can have only one; or a prompt begins
-            where `batch_invariant` does not allow it.
+          ValueError: a block does not keep separate states for the prompts of a row, or a prompt begins where
+            `batch_invariant` does not allow it.
         """
         if not self._packs_rows:
-            raise ValueError("a block keeps no state for each prompt, so prompts cannot share a row; prefill each")
+            raise ValueError("a block does not keep separate states for the prompts of a row; prefill each prompt")
         if self.config.batch_invariant and np.any(np.asarray(start_pos) % TILE):
             raise ValueError(
-                f"start_pos={list(map(int, start_pos))}: with batch_invariant prompts begin at multiples of {TILE}"
+                f"start_pos={list(map(int, start_pos))}: with batch_invariant, prompts begin at multiples of {TILE}"
             )
         requests, sampling = self._drawing(num_prompts, sampling, seeds)
         starts, lengths = start_pos[:num_prompts], true_lengths[:num_prompts]
@@ -298,7 +302,7 @@ class Engine:
         """Compiles `generate` without parameters and without a cache, also for devices that do not exist here.
 
         Args:
-          options: further options of XLA.
+          options: additional XLA options.
 
         Returns:
           The executable, called as `executable(params, decode_state)`, or None if it does not fit in the devices'
@@ -312,16 +316,17 @@ class Engine:
     def _drawing(
         self, count: int, sampling: Sampling | None, seeds: Sequence[int] | None, first: int = 0
     ) -> tuple[np.ndarray, Sampling]:
-        """Returns the requests (see `request_keys`) and settings of `count` sequences, in NumPy, because each operation
-        of JAX would be a separate program. Raises UserError for values that are not allowed."""
+        """Returns the requests (see `request_keys`) and settings of `count` sequences, in NumPy, because JAX would
+        compile each operation separately. Raises UserError for values that are not allowed."""
         seeds = [self.config.decode_sampling_seed] * count if seeds is None else seeds
         given = sampling_of(self.config) if sampling is None else sampling
         check_drawing(given, seeds)
-        repeated = [first + list(seeds[:i]).count(seed) for i, seed in enumerate(seeds)]  # sequences of one seed differ
+        repeated = [first + list(seeds[:i]).count(seed) for i, seed in enumerate(seeds)]  # equal seeds differ in this
         return np.stack([seeds, repeated], axis=1).astype(np.uint32), settings(given, count)
 
     def numbered(self, numbers: Sequence[int]) -> np.ndarray | None:
-        """Returns the adapters of sequences; None if they cannot select one. Raises ValueError for other numbers."""
+        """Returns the adapters of sequences as an array; None if sequences cannot select adapters. Raises ValueError
+        for an adapter that does not exist."""
         last = 0 if self.served.ranks is None else len(self.served.ranks) - 1
         if wrong := [number for number in numbers if not 0 <= number <= last]:
             raise ValueError(f"adapter={wrong[0]}: the engine has {last} adapters to choose from")

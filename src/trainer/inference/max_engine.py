@@ -1,4 +1,4 @@
-"""`MaxEngine`: the engine for the checkpoint of a configuration, with MaxText's method names."""
+"""`MaxEngine`: an engine for the checkpoint that a configuration names, with MaxText's method names."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -26,7 +26,7 @@ _MODULES = "mtp_num_layers"
 
 
 class MaxEngine(Engine):
-    """See `Engine`. It has per_device_batch_size slots per device."""
+    """An `Engine` built from a configuration. By default it has per_device_batch_size slots per device."""
 
     def __init__(
         self,
@@ -41,11 +41,11 @@ class MaxEngine(Engine):
         Args:
           config: from `config.load`, resolved or not.
           devices: default: all of JAX's devices.
-          sequences: the number of slots needed; the engine may have fewer than per_device_batch_size per device.
+          sequences: the number of slots needed. The engine has fewer slots than by default if that suffices.
           adapters: adapters for the parameters of load_parameters_path, or paths of adapters (`weights.open_adapters`).
             With several, each sequence selects one or none (`Engine.prefill`).
-          controls: whether each sequence has separate options `Asked` (`Scheduler.submit`). Then each sequence selects
-            its adapter even if there is only one.
+          controls: whether each sequence has its own options (`Asked`, see `Scheduler.submit`). If so, each sequence
+            selects its adapter even if there is only one.
 
         Raises:
           UserError: the configuration does not fit the devices, or the model cannot generate text.
@@ -57,11 +57,11 @@ class MaxEngine(Engine):
     @classmethod
     def of(cls, path: str, words: Sequence[str] = (), **how: Any) -> "MaxEngine":
         """Returns the engine for the checkpoint at `path`: a run, a Hugging Face directory, or the output of
-        trainer.export. The checkpoint defines the model's keys.
+        trainer.export. The model's keys come from the checkpoint.
 
         Args:
-          words: further arguments of a command, KEY=VALUE.
-          how: further arguments of the class.
+          words: further keys, KEY=VALUE as on a command line.
+          how: further arguments of the constructor.
 
         Raises:
           UserError: the checkpoint does not contain the model's keys, or `words` contradict them.
@@ -77,17 +77,15 @@ class MaxEngine(Engine):
         average: bool = False,
         donate: bool = False,
     ) -> Any:
-        """Returns the argument `params` of all methods, sharded over the devices (`Engine.hold`).
-
-        The values come from `params`, a canonical nested dict of all weights: parameters, and biases of routers
-        (`joined`). Without `params`, they come from load_parameters_path. Without that key, they are initial values,
-        drawn from init_weights_seed.
+        """Returns the model's weights, sharded over the devices: the argument `params` of the other methods.
 
         Args:
+          params: all weights (parameters and router biases) as one canonical nested dict (`joined`). None: they are
+            loaded from load_parameters_path or, if that key is empty, initialized with init_weights_seed.
           say: see `weights.load_parameters`.
           given: the keys that the user set; see `weights.load_parameters`.
           average: whether to load the parameter average of a run with ema_decay.
-          donate: whether to delete the arrays of `params` as they are converted.
+          donate: whether to delete each array of `params` once it is converted.
 
         Raises:
           UserError: see `weights.load_parameters`.
@@ -98,29 +96,28 @@ class MaxEngine(Engine):
         if note := unchecked(config, self.served.platform):
             say(note)
         if params is None and not path:
-            say("load_parameters_path is empty: the parameters are initial ones, drawn at random")
+            say("load_parameters_path is empty: the parameters are initialized at random")
             shardings = jax.tree.map(lambda leaf: leaf.sharding, variables)
             initial = jax.jit(self.served.model.init, out_shardings=shardings)(seed_key(config.init_weights_seed))
             return self.hold(*initial, donate=True)
         if params is None:
             donate = True
             self._check_bits(path)
-            # Generation needs no modules of multi-token prediction.
+            # Generation does not use multi-token prediction modules.
             params = load_parameters(path, config, abstract, say, {*given, _MODULES}, average=average)
             if self.served.ranks is not None:
                 params = nested(loaded(config, self._adapters, names_of(params)))
         return self.hold(*parted(params, variables[1]), donate=donate)
 
     def _check_bits(self, path: str) -> None:
-        """With batch_invariant, refuses settings that differ from training: adapters that are added to the base, a
-        different loop over layers, a different dtype."""
+        """With batch_invariant, raises UserError for settings that would change bits: adapters merged into the base, or
+        another loop over layers or dtype than in training."""
         if not self.config.batch_invariant:
             return
         if isinstance(open_source(path, self.config.decoder_block, verify=False), WithAdapters):
             raise UserError(
-                f"batch_invariant=true: {path} has adapters, which training did not add to their base; generate "
-                "from the base, "
-                f"with adapters={path}"
+                f"batch_invariant=true: {path} has adapters, which training did not merge into the base; generate "
+                f"from the base with adapters={path}"
             )
         saved = keys_of_run(path)
         words = [
@@ -130,11 +127,11 @@ class MaxEngine(Engine):
         ]
         if words:
             raise UserError(
-                f"batch_invariant=true: {path} was trained with {' '.join(words)}; give the same to generate"
+                f"batch_invariant=true: {path} was trained with {' '.join(words)}; set the same for generation"
             )
 
     def get_tokenizer(self) -> Tokenizer:
-        """Returns the tokenizer of tokenizer_path and tokenizer_type; without these, the one next to the checkpoint.
+        """Returns the tokenizer that tokenizer_path and tokenizer_type specify; by default, the checkpoint's tokenizer.
 
         Raises:
           UserError: there is no tokenizer.
@@ -154,6 +151,6 @@ class MaxEngine(Engine):
         return tokenizer
 
     def stop_tokens(self, tokenizer: Tokenizer) -> list[int]:
-        """Returns the tokens that end a sequence: those of `ends.stop_tokens`, and those that the adapters learned."""
+        """Returns the tokens that end a sequence, including the end tokens that the adapters were trained with."""
         taught = (token for adapters in self._adapters for token in adapters.about.ends)
         return list(dict.fromkeys([*stop_tokens(self.config, tokenizer), *taught]))

@@ -1,4 +1,4 @@
-"""An engine on the mesh of a training run, with its parameters. A run is a `training.Run`."""
+"""Generation during training: an engine on the mesh of a `training.Run`, and the run's parameters for it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,9 +17,9 @@ from trainer.models.stages import to_layers
 
 
 def engine_of_run(run: Any, slots: int, **own: Any) -> Engine:
-    """Returns the engine of `run`. Its number of slots is `slots`, rounded up to a multiple of the sharing devices.
+    """Returns an engine for the model of `run`. `slots` is rounded up to a multiple of the devices that share slots.
 
-    `own`: keys whose values differ from the run's.
+    `own`: keys that override the run's configuration.
 
     Raises:
       UserError: the model cannot generate text, or not on this mesh.
@@ -38,8 +38,8 @@ def engine_of_run(run: Any, slots: int, **own: Any) -> Engine:
 
 
 def trained_variables(run: Any) -> Callable[[Any], tuple[Any, Any]]:
-    """Returns a function that maps the native train state of `run` to (params, rest) for evaluation: averages with
-    `ema_decay`, and layers without pipeline stages."""
+    """Returns a function that maps the native train state of `run` to (params, rest) for evaluation: with
+    `ema_decay`, params are the averages; the layers are not divided into pipeline stages."""
 
     def variables(state: Any) -> tuple[Any, Any]:
         params, rest = run.computation.trained(run.codec.unpack(state))

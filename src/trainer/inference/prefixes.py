@@ -13,12 +13,12 @@ from trainer.inference.state import Prefix
 
 @jax.jit
 def _copied(prefix: Prefix) -> Prefix:
-    """Returns a copy of all arrays, made by one program."""
+    """Copies all arrays in one program."""
     return jax.tree.map(jnp.copy, prefix)
 
 
 class PrefixCache:
-    """The most recently used prefixes of prompts, within `limit` bytes per process. `places`: see `Engine.places`."""
+    """Keeps the most recently used prefixes, up to `limit` bytes per process. `places`: see `Engine.places`."""
 
     def __init__(self, limit: int, places: Callable[[Any], Sequence[int]]):
         self._limit, self._size, self._places = limit, 0, places
@@ -26,16 +26,19 @@ class PrefixCache:
 
     @property
     def size(self) -> int:
-        """The bytes of all arrays."""
+        """The total size of the cached arrays in bytes."""
         return self._size
 
     def get(self, tokens: np.ndarray, of: Hashable = (0, "")) -> tuple[Prefix | None, int]:
-        """Returns a prefix that begins like `tokens` and may be donated, and their common length; else (None, 0).
+        """Returns the cached prefix that shares the most leading tokens with `tokens`, and their number; or (None, 0).
 
-        At least one token remains to run, because its hidden state determines the next token. Cache entries after the
-        common tokens are overwritten before they are attended to. In a ring cache, they have already overwritten
-        earlier entries, so a prefix longer than the ring is used only if all of it is common. The same holds for state
-        without a position axis. Only prefixes with an equal `of`, that is, adapter and owner, are used.
+        The prefix is a copy, so it may be donated. The last token never counts as shared: it must run, because its
+        hidden state determines the next token. The prefix's entries after the shared tokens are overwritten before any
+        token attends to them. But in a ring cache these entries have already overwritten earlier ones, so a prefix
+        longer than the ring is used only if all its tokens are shared. State without a position axis counts as a ring
+        of length 0.
+
+        `of`: the adapter and the owner; only prefixes that were stored with an equal `of` are used.
         """
         best, shared = None, 0
         for key, (known, prefix, _) in self._found.items():
@@ -52,7 +55,7 @@ class PrefixCache:
         return prefix._replace(sequences=prefix.sequences._replace(positions=np.full(1, shared, np.int32))), shared
 
     def put(self, tokens: np.ndarray, prefix: Prefix, of: Hashable = (0, "")) -> None:
-        """Stores `prefix`, the result of prefilling `tokens`, and drops the least recently used prefixes."""
+        """Stores `prefix`, the result of prefilling `tokens`. Drops the least recently used beyond the limit."""
         prefix = prefix._replace(sequences=prefix.sequences._replace(controls=None))
         key, size = (of, tokens.tobytes()), sum(array.nbytes for array in jax.tree.leaves(prefix))
         if key in self._found:

@@ -31,7 +31,7 @@ from trainer.ops.losses import cross_entropy, tempered
 
 class Programs:
     """The functions of an engine for the model of `served`, traced on its mesh. See `Engine` for the arguments.
-    `abstract_weights`: their argument `params`: a ShapeDtypeStruct with a sharding at each leaf."""
+    `abstract_weights` describes the argument `params`, with a ShapeDtypeStruct and its sharding at each leaf."""
 
     def __init__(self, served: Served):
         self.served, self.config = served, served.config
@@ -52,7 +52,7 @@ class Programs:
         return self._run_prompt(params, self._no_cache(1, room), tokens, true_length, 0, targets, *drawing)
 
     def continued(self, params, entries, tokens, true_length, before, targets, *drawing):
-        """Runs the next part of a prompt on the cache of the earlier parts, which has `before` positions."""
+        """Runs the next part of a prompt on the cache of the earlier parts, which contains `before` positions."""
         return self._run_prompt(params, Cache(entries, filled=True), tokens, true_length, before, targets, *drawing)
 
     def prefilled_packed(self, params, tokens, positions, segments, starts, lengths, requests, sampling, adapters):
@@ -60,7 +60,7 @@ class Programs:
         params = self._canonical(params)
         ends = starts + lengths - 1
         indices = jnp.arange(tokens.size)[:, None]
-        rows = ((starts <= indices) & (indices <= ends)).argmax(axis=1)[None]  # padding is not written in any case
+        rows = ((starts <= indices) & (indices <= ends)).argmax(axis=1)[None]  # 0 for padding, which is never written
         cache = dataclasses.replace(self._no_cache(len(requests), tokens.size), rows=rows)
         of_tokens = None if adapters is None else adapters[rows]
         hidden, entries = self._hidden(params, tokens[None], positions[None], segments[None], cache, of_tokens)
@@ -83,7 +83,7 @@ class Programs:
         return DecodeState(entries, sequences), result
 
     def scored(self, params, tokens, lengths, targets):
-        """Scores `targets` [b, t] after rows of tokens [b, t], without a cache."""
+        """Scores `targets` [b, t], each as the successor of the token at its index in `tokens` [b, t]."""
         params = self._canonical(params)
         index = jnp.arange(tokens.shape[1])[None]
         real = index < lengths[:, None]
@@ -142,7 +142,7 @@ class Programs:
         return after, Result(tokens, sequences.used, after.lengths, log_probs, found)
 
     def _scores(self, logits: jax.Array, drawn: jax.Array, sequences: Sequences, parts: int) -> Scores:
-        """Returns the scores of the tokens `drawn`; zeros if no sequence asks for them."""
+        """Returns the scores of the tokens `drawn`; zeros if no sequence requests scores."""
         count = len(drawn)
 
         def found() -> Scores:
@@ -156,21 +156,21 @@ class Programs:
         return self.served.model.apply(*params, hidden, method="head")[0]
 
     def _canonical(self, params: Any) -> Any:
-        """Returns the canonical variables with which a program is traced."""
+        """Returns `params` as canonical variables. Raises ValueError if their structure is another model's."""
         layouts: list[Any] = [self.abstract_weights, self.served.abstract_variables]
         given: Any = jax.tree.structure(params)
         fits = [given == jax.tree.structure(layout) for layout in layouts]
         if not any(fits):
-            raise ValueError("params are of another model: give what hold or load_params returned")
+            raise ValueError("params are of another model: pass the result of hold or load_params")
         if not fits[0]:
-            said = "params are stacked, so every step cuts its layers out of them; Engine.hold returns faster ones"
+            said = "params have stacked layers, which every step slices; convert them with Engine.hold for faster steps"
             warnings.warn(said, stacklevel=2)
         return canonical(params)
 
     def _begun(
         self, hidden_be: Any, last: Any, requests: Any, sampling: Sampling, adapters: Any, controls: Any, params: Any
     ) -> tuple[Sequences, Result]:
-        """Returns the sequences after prompts whose last positions are `last`."""
+        """Begins a sequence after each prompt, and draws its first token. `last`: the prompts' last positions."""
         count, keys = len(requests), request_keys(requests)
         last = jnp.broadcast_to(last, count).astype(jnp.int32)
         zeros = jnp.zeros(count, jnp.int32)

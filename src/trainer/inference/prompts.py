@@ -69,7 +69,7 @@ class Rows:
         """Returns several prompts as one row, padded to the next bucket.
 
         Raises:
-          ValueError: a prompt has no tokens, or all together have too many.
+          ValueError: there is no prompt, a prompt has no tokens, or the prompts together have too many tokens.
           UserError: see `padded`.
         """
         if not prompts or not all(map(len, prompts)):

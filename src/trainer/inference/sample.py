@@ -20,10 +20,10 @@ from trainer.models.caches import takes_cache
 class SamplePrompt(NamedTuple):
     """
     Attributes:
-      tokens: the prompt's tokens; [] without a sample.
+      tokens: the prompt's tokens; [] if no sample is to be generated.
       stop: the tokens that end its continuation.
-      taught: the tokens of `stop` that end the training texts.
-      asked: in a chat, the user's message in `tokens`; "" if the tokens are a text to continue.
+      taught: the tokens that end the training texts.
+      asked: in a chat, the user's message; "" if `tokens` are a text to continue.
     """
 
     tokens: list[int]
@@ -35,24 +35,24 @@ class SamplePrompt(NamedTuple):
 def sample_prompt(
     config: Config, tokenizer: Tokenizer | None, say: Callable[[str], None], chat: Chat | None = None
 ) -> SamplePrompt:
-    """Returns the key `prompt` as tokens. `chat`: see `tokens_of`. Raises UserError if a row has no room after them."""
+    """Returns the key `prompt` as tokens. `chat`: see `tokens_of`. Raises UserError if there are too many tokens."""
     eos = [] if tokenizer is None or tokenizer.eos is None else [tokenizer.eos]
     taught = chat.stop_tokens() if chat else eos
     if tokenizer is None or not config.prompt:
         return SamplePrompt([], (), taught)
     if not takes_cache(config):
-        say(f"decoder_block={config.decoder_block} has no init_cache: the model is trained and not sampled from")
+        say(f"decoder_block={config.decoder_block} has no init_cache: the model is trained, but no sample is generated")
         return SamplePrompt([], (), taught)
     tokens = tokens_of(config.prompt, tokenizer, tokenizer.before_text, longest_prompt(config), say, chat)
     return SamplePrompt(tokens, [*eos, *taught], taught, config.prompt if chat else "")
 
 
 def sample_text(run: Any, state: Any, tokenizer: Tokenizer, prompt: SamplePrompt) -> str:
-    """Returns the prompt and its continuation up to the end of the document; for a chat, the user's message and, below
-    it, the answer, as `trainer.generate` prints them.
+    """Returns the prompt and its continuation up to the end of the document. In a chat, returns the user's message and,
+    on the next line, the answer, as `trainer.generate` prints them.
 
     Args:
-      run: a `training.Run`. `Computation.trained` determines its parameters: averages with `ema_decay`.
+      run: a `training.Run`. With `ema_decay`, the averaged parameters are used.
       state: the run's native train state, which is donated.
     """
 

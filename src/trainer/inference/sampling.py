@@ -13,14 +13,16 @@ from trainer.config.schema import INT32_MAX
 from trainer.ops.random import SAMPLING, gumbel_at, seed_key
 
 UINT32_MAX = 2**32 - 1
-CANDIDATES = 256  # the most likely tokens of a row; `draw` uses only these if they contain the top k or the nucleus
+# With top_k or nucleus_p, `draw` first considers only this many of a row's most likely tokens. It considers all tokens
+# only if these do not contain the top k or the nucleus.
+CANDIDATES = 256
 
 
 class Sampling(NamedTuple):
     """How rows draw tokens: scalars, or arrays [b] with the settings of each row.
 
     First, only the `top_k` most likely tokens are kept. Then only the nucleus is kept: the smallest set of most likely
-    tokens with a total probability of at least `nucleus_p` (Holtzman et al. 2020, arXiv:1904.09751). Both use
+    tokens with a total probability of at least `nucleus_p` (Holtzman et al. 2020, arXiv:1904.09751). Both steps use
     temperature 1. The token is drawn from softmax(logits / temperature) over the remaining tokens.
     """
 
@@ -40,7 +42,7 @@ def sampling_of(config: Config) -> Sampling:
 
 
 def check_drawing(sampling: Sampling, seeds: Sequence[int] = ()) -> None:
-    """Checks settings of one or several sequences, and seeds. Raises UserError, which names all invalid values."""
+    """Checks settings of one or several sequences, and seeds. Raises a UserError that names all invalid values."""
     temperature, nucleus_p = (np.asarray(setting, np.float32) for setting in (sampling.temperature, sampling.nucleus_p))
     top_k, seed = np.asarray(sampling.top_k), np.asarray(seeds)
     checks = {
@@ -83,7 +85,7 @@ def wrapped(data: jax.Array) -> jax.Array:
 
 
 def draw(logits_bv: jax.Array, sampling: Sampling, keys_b: jax.Array, position_b: jax.Array) -> jax.Array:
-    """Draws the token at `position_b` of each row: that with the largest sum of logit / temperature and Gumbel noise.
+    """Draws the token at `position_b` of each row: the one with the largest logit / temperature + Gumbel noise.
 
     A token's noise depends only on the key, the position and the token, so the result is the same whether all tokens or
     only candidates are considered. The cost depends on the rows' settings: if all are greedy, no number is drawn.
@@ -144,7 +146,7 @@ def _first_of_largest(values_bn: jax.Array, tokens: jax.Array) -> jax.Array:
 def _kept_of_candidates(
     ranked_bn: jax.Array, logits_bv: jax.Array, top_k_b: jax.Array, nucleus_p_b: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns which of the n most likely tokens are kept, bool [b, n], and whether all other tokens are not: bool [b].
+    """Returns which of the n most likely tokens are kept, bool [b, n], and whether no other token is kept: bool [b].
     `ranked_bn`: the largest logits of `logits_bv`, in descending order."""
     top_k, nucleus_p = top_k_b[:, None], nucleus_p_b[:, None]
     kept = (top_k == 0) | (jnp.arange(ranked_bn.shape[-1]) < top_k)

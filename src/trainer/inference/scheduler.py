@@ -1,4 +1,4 @@
-"""Runs many requests on the slots of an engine: a queue, prefill between decode steps, and early ends."""
+"""Runs many requests on the slots of an engine, with a queue, and with prefills between decode steps."""
 
 import itertools
 from collections import deque
@@ -19,12 +19,13 @@ STOP, LENGTH, CANCELLED = "stop", "length", "cancelled"
 
 
 class Event(NamedTuple):
-    """An event of a request: a new token, its end, or both.
+    """An event of a request: a new token, the end of the request, or both.
 
     Attributes:
       request: the number of the request.
-      token: None if there is no token: at a stop token and after `cancel`.
-      log_prob: of the token or the stop token; None with return_log_prob=false.
+      token: the new token; None at a stop token and after `cancel`.
+      log_prob: the log-probability of the token or the stop token. None with return_log_prob=false; for an engine with
+        `Served.controls`, None unless requested.
       end: None while the request continues; STOP (a stop token was drawn), LENGTH (the request's limit, or
         max_target_length, was reached) or CANCELLED.
       stopped: the stop token that was drawn.
@@ -51,7 +52,7 @@ class _Request:
     ended: bool = False
 
 
-@dataclass(eq=False)  # arrays have no truth value
+@dataclass(eq=False)  # `==` of arrays is not a bool
 class _Prompt:
     """A prompt and the requests that continue it."""
 
@@ -82,17 +83,18 @@ class Scheduler:
 
     Each turn prefills one prompt, or one chunk of it with use_chunked_prefill, if slots are free for its requests. Then
     it runs a decode step. So a running request never waits for more than one chunk. The results of a decode step are
-    read after the next step was started, so that devices do not wait. If no request is running, a turn ends with the
+    read after the next step has started, so that devices do not wait. If no request is running, a turn ends with the
     prefill, and the prefill's token is read immediately: it does not wait for the compilation of decode steps.
 
     Any thread may call `submit`. Only one thread at a time may call other methods (`Service`).
 
     Attributes:
-      prefilled, reused: the number of prompt tokens that were prefilled, and of those taken from cached prefixes.
+      prefilled: the number of prompt tokens that were prefilled.
+      reused: the number of prompt tokens that were taken from cached prefixes instead.
     """
 
     def __init__(self, engine: Engine, params: Any, *, fill: bool = False):
-        """`fill`: each turn prefills prompts for all free slots, which is faster if nobody waits for single texts."""
+        """`fill`: each turn prefills prompts for all free slots: faster if nobody waits for individual texts."""
         self.engine, self.params, self._fill = engine, params, fill
         self._state = engine.init_decode_state()
         self._numbers = itertools.count()
@@ -104,7 +106,7 @@ class Scheduler:
         self.forget_prefixes()
 
     def forget_prefixes(self) -> None:
-        """Empties the cache of prefixes, and its counts."""
+        """Empties the prefix cache, and resets `prefilled` and `reused`."""
         config = self.engine.config
         limit, self.prefilled, self.reused = config.prefix_caching_hbm_byte, 0, 0
         self._prefixes = PrefixCache(limit, self.engine.places) if config.enable_prefix_caching else None
@@ -121,7 +123,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """The number of prompts without slots."""
+        """The number of prompts that wait for slots."""
         return len(self._queue) + (self._prefilling is not None)
 
     def submit(
@@ -163,7 +165,7 @@ class Scheduler:
         if asked != NOTHING and not self.engine.served.controls:
             raise ValueError("the engine was made without controls, so requests cannot ask for any")
         if limit is not None and limit < 1:
-            raise ValueError(f"limit={limit}: at least one token is generated")
+            raise ValueError(f"limit={limit}: must be at least 1")
         if not 1 <= samples <= self.engine.max_concurrent_decodes:
             raise ValueError(f"samples={samples}: the engine has {self.engine.max_concurrent_decodes} slots")
         room = self.engine.config.max_target_length - len(tokens)
@@ -175,7 +177,7 @@ class Scheduler:
         return requests[0].number
 
     def cancel(self, number: int) -> list[Event]:
-        """Ends a request in any state, and returns the events; [] if it has already ended."""
+        """Ends a waiting or running request. Returns a list with its last event; [] if it has already ended."""
         for prompt in (*self._queue, *([self._prefilling] if self._prefilling else ())):
             for request in prompt.requests:
                 if request.number == number and not request.ended:
@@ -226,7 +228,7 @@ class Scheduler:
         chunked = engine.use_chunked_prefill
         part = left[: engine.prefill_chunk_size] if chunked else left
         scored = prompt.asked.prompt_log_probs
-        # Scored prompts have only full-size chunks, because scoring would need an additional program per length.
+        # Chunks of scored prompts are padded to full size, because scoring would need one more program per length.
         padded = engine.part(part, whole=scored) if chunked else engine.padded(part)
         targets = np.zeros_like(padded) if scored else None
         if targets is not None:

@@ -22,7 +22,7 @@ from trainer.models.families import axis_rules
 from trainer.sharding import Rules, hardware, make_mesh, named_sharding, on_mesh, spec
 from trainer.weights.adapters import Adapters
 
-# A row's tokens are not sharded, because they are added one by one. Mesh axes that shard tokens in training shard rows.
+# A row's tokens are not sharded here, because they are added one by one. Axes that shard tokens in training shard rows.
 _ROWS = "activation_batch"
 
 
@@ -30,11 +30,11 @@ class Served(NamedTuple):
     """A model and its mesh.
 
     Attributes:
-      config: resolved.
+      config: the resolved configuration.
       rules: the sharding rules for a batch of rows.
       slots: the number of sequences that are generated at once.
-      ranks: bool [adapters + 1, ranks]; which ranks of the concatenated adapter belong to each adapter; the first row
-        has none (`inference.adapters`). None if the model has at most one adapter.
+      ranks: bool [adapters + 1, ranks]; which ranks of the concatenated adapter belong to each adapter. The first row,
+        for no adapter, is all false (`inference.adapters`). None if the model has at most one adapter.
       controls: whether each sequence has separate penalties, biases and log-probabilities (`inference.controls`).
     """
 
@@ -53,11 +53,11 @@ class Served(NamedTuple):
 
     @property
     def replicated(self) -> NamedSharding:
-        """The replicated sharding."""
+        """The sharding of replicated arrays."""
         return NamedSharding(self.mesh, spec([], self.rules))
 
     def sharding(self, names: Sequence[str | None], shape: Sequence[int], *, one_row: bool = False) -> NamedSharding:
-        """Returns the sharding of an array with axes called `names`; see `on_mesh`."""
+        """Returns the sharding of an array with the logical axes `names`. `one_row`: see `on_mesh`."""
         return named_sharding(self.mesh, names, shape, self._rules(one_row))
 
     @property
@@ -70,7 +70,7 @@ class Served(NamedTuple):
         return jax.tree.map(array, self.model.abstract, (self.model.param_axes, self.model.rest_axes))
 
     def on_mesh(self, fn: Callable[..., Any], *, one_row: bool = False) -> Callable[..., Any]:
-        """Returns `fn` such that layers shard arrays over the mesh during tracing; with `one_row`, not over rows."""
+        """Wraps `fn` so that layers shard arrays over the mesh in its trace; with `one_row`, they do not shard rows."""
         return on_mesh(self.mesh, self._rules(one_row))(fn)
 
     def _rules(self, one_row: bool) -> Rules:
@@ -78,7 +78,7 @@ class Served(NamedTuple):
 
 
 def row_parts(mesh: Mesh, rules: Rules) -> int:
-    """Returns the number of devices of `mesh` over which concurrent sequences are sharded. `rules`: training's."""
+    """Returns the number of devices of `mesh` over which concurrent sequences are sharded. `rules`: for training."""
     return math.prod(mesh.shape[axis] for axis in _row_axes(rules))
 
 
@@ -98,15 +98,15 @@ def serve(
 
     Args:
       adapters: adapters for the model of `config`; with several, each sequence selects one.
-      controls: see `Served`. Then each sequence selects its adapter even if there is only one.
+      controls: see `Served`. If true, each sequence selects its adapter even if there is only one.
 
     Raises:
       UserError: the configuration does not fit the devices, the model cannot generate text, or the adapters cannot be
         served together.
     """
     if staged := [f"{key}={config[key]}" for key in SIZES if config[key] != 1]:
-        raise UserError(f"{' '.join(staged)}: generation has no pipeline; give data, fsdp or tensor the devices")
-    # Modules of multi-token prediction are for training.
+        raise UserError(f"{' '.join(staged)}: generation has no pipeline; assign the devices to data, fsdp or tensor")
+    # Multi-token prediction modules are only for training.
     values = dict(config.items()) | {"mtp_num_layers": 0, "mtp_eval_target_module": 0}
     config = for_decoding(resolve(values, **hardware(devices)), devices[0].platform)
     if not takes_cache(config):
@@ -128,8 +128,8 @@ def serve(
 
 
 def for_decoding(config: Config, platform: str) -> Any:
-    """Returns `config`, resolved, for a model that generates text on devices of `platform`: with `decoding_loop` as the
-    loop over layers, and with experts that drop no token.
+    """Returns the resolved `config`, adapted to generating text on devices of `platform`: `decoding_loop` determines
+    the loop over layers, and experts drop no token.
 
     Dropping would depend on the other tokens of a row, but a sequence must not depend on its padding.
     """
@@ -143,7 +143,7 @@ def decoding_loop(config: Config, platform: str) -> bool:
     """Returns whether prefill and decode steps roll the loop over layers. If they do, they read stacked weights;
     otherwise each layer has separate arrays (`inference.weights`). docs/decisions/0027-weights-of-decoding.md has the
     measurements."""
-    # On a TPU, a rolled loop copies the weights of the experts' kernel. With MLA, unrolling needs large temporaries.
+    # On a TPU, a rolled loop copies the weights for the experts' kernel. With MLA, unrolling needs large temporaries.
     copied = config.num_experts > 1 and config.attention_type != "mla"
     unrolled = platform == "cpu" or (platform == "tpu" and copied)
     # With batch_invariant, bits must equal the training step's.
@@ -151,6 +151,6 @@ def decoding_loop(config: Config, platform: str) -> bool:
 
 
 def longest_prompt(config: Config) -> int:
-    """Returns the number of tokens of the longest prompt. Every sequence has room for one more token."""
+    """Returns the maximum number of tokens of a prompt, which leaves room for at least one generated token."""
     longest, given = config.max_target_length - 1, config.max_prefill_predict_length
     return longest if given < 0 else min(longest, given)

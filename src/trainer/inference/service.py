@@ -1,4 +1,4 @@
-"""A scheduler in a separate thread, for an event loop or several threads."""
+"""Runs a scheduler in a separate thread, for use from an event loop or from several threads."""
 
 import sys
 import threading
@@ -44,12 +44,12 @@ class Service:
         return number
 
     def cancel(self, number: int) -> None:
-        """Ends a request before the next step, which delivers the event. Does nothing if it has already ended."""
+        """Ends a request before the next step, and delivers its last event. Does nothing if it has already ended."""
         self._cancelled.append(number)
         self._wake()
 
     def stop(self) -> None:
-        """Ends the thread after the current step, and waits for it."""
+        """Ends the thread after the current step, and waits until it has ended."""
         self._stopping = True
         self._wake()
         self._thread.join()
@@ -84,8 +84,8 @@ def warm_up(
     stopping: Callable[[], bool] = lambda: False,
     say: Callable[[str], object] = lambda line: None,
 ) -> bool:
-    """Compiles the programs of an idle scheduler with chunked prefill, by a request for each. Returns whether all were
-    compiled; it ends early between two programs if `stopping()`. Reports each program and its time to `say`."""
+    """Compiles the programs of an idle scheduler with chunked prefill, by running a request for each. Returns whether
+    all were compiled: it returns early if `stopping()` is true. Reports each program and its time to `say`."""
     needed = _needed(scheduler.engine)
     for number, (what, prompt, asked) in enumerate(needed, 1):
         began = time.perf_counter()
@@ -105,7 +105,7 @@ def _needed(engine: Engine) -> list[tuple[str, list[int], Asked]]:
     sizes, needed = sorted({min(size, chunk) for size in engine.rows.buckets}), []
     for first, size in enumerate(sizes):  # each begins with a different token, so that no two share a prefix
         needed.append((f"prompts of up to {size} tokens", [first] * size, NOTHING))
-        # After a complete chunk, or after a cached prefix: the first token of the previous prompt.
+        # `size` tokens after a complete chunk, or after one cached token, with which the previous prompt began.
         before = 1 if engine.config.enable_prefix_caching else chunk
         if before + size <= longest:
             prompt = [first] * before + [first + 1] * size

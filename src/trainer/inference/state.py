@@ -10,13 +10,14 @@ from trainer.inference.sampling import Sampling
 
 
 class Result(NamedTuple):
-    """A token for every slot, or for every prompt or sample in a prefill.
+    """The result of a step: a token for every slot; in a prefill, for every prompt or sample.
 
     Attributes:
       tokens: int32 [slots].
       valid: bool [slots]; whether the slot is in use. If not, its token has no meaning.
       lengths: int32 [slots]; the number of generated tokens, including this one.
-      log_probs: float32 [slots], at temperature 1 and over all tokens; None with return_log_prob=false.
+      log_probs: float32 [slots], over all tokens and at temperature 1; with rollouts, at their temperature. None with
+        return_log_prob=false for an engine without `Served.controls`.
       scores: the tokens' scores, zeros if no sequence requests them; None for an engine without `Served.controls`.
       prompt: the scores of `targets`, see `Engine.prefill`.
     """
@@ -39,7 +40,7 @@ class Sequences(NamedTuple):
       used: bool; false for a slot without a sequence.
       keys: uint32 [sequences, 2]; the key of each sequence's random numbers (`sampling.sampling_key`).
       sampling: how each sequence draws its tokens.
-      adapters: int32; the adapter of each sequence, counted from 1; 0: none. None if the model has at most one.
+      adapters: int32; the number of each sequence's adapter, from 1; 0: no adapter. None if the model has at most one.
       controls: the options of each sequence; None for an engine without `Served.controls`.
     """
 

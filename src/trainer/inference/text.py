@@ -44,8 +44,8 @@ def tokens_of(
         raise UserError("the prompt is empty, and the tokenizer has no token for the beginning of a document")
     if len(tokens) > longest:
         raise UserError(
-            f"the prompt has {len(tokens)} tokens, at most {longest} are possible: max_prefill_predict_length, and "
-            "max_target_length for prompt and continuation together; shorten it, or increase them"
+            f"the prompt has {len(tokens)} tokens, at most {longest} are allowed: max_prefill_predict_length limits "
+            "the prompt, and max_target_length the prompt and its continuation; shorten the prompt or increase the keys"
         )
     return tokens
 

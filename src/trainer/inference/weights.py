@@ -20,8 +20,8 @@ from trainer.sharding import LAYERS
 
 
 def abstract_weights(served: Served) -> tuple[Any, Any]:
-    """Returns (params, rest) in the layout of the programs of `served`, with a ShapeDtypeStruct with a sharding at each
-    leaf: canonical variables, with `Layers` in place of stacked arrays unless the loop over layers is rolled."""
+    """Returns (params, rest) in the layout of the programs of `served`: canonical variables, with `Layers` in place of
+    stacked arrays unless the loop over layers is rolled. Each leaf is a ShapeDtypeStruct with a sharding."""
 
     def held(it: jax.ShapeDtypeStruct, names: Sequence[str | None]) -> Any:
         if served.config.scan_layers or names[:1] != (LAYERS,):
@@ -40,7 +40,8 @@ def to_weights(variables: Any, served: Served, donate: bool) -> tuple[Any, Any]:
 
     Args:
       variables: (params, rest), JAX arrays on these or other devices, or NumPy arrays.
-      donate: whether to delete each JAX array immediately after it is split or cast. Other arrays may be shared.
+      donate: whether to delete each JAX array immediately after it is split or cast. Arrays that need
+        neither may be shared with the result.
     """
 
     def convert(like: jax.ShapeDtypeStruct, held: Any, array: Any) -> Any:

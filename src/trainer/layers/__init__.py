@@ -2,5 +2,5 @@
 
 `trainer.ops` explains the letters in shapes. `dtype` is the dtype of activations and matrix products, `weight_dtype` is
 the dtype of stored kernels and embedding tables; other parameters are float32 (`param.EXACT`). A dropout `key` of None
-means no dropout. `row_b` is each row's index in the global batch.
+means no dropout.
 """

@@ -3,7 +3,7 @@
 all_gather: each device gathers all keys and values.
 ring: keys and values travel from device to device (`ops.ring`); no device ever stores all keys of a row.
 ulysses: an all-to-all gives each device some heads of whole rows (DeepSpeed-Ulysses, arXiv:2309.14509).
-usp: Ulysses over the tokens' last mesh axis, a ring over the tokens' other axes (USP, arXiv:2405.07719).
+usp: Ulysses over the last mesh axis that shards tokens, a ring over the other such axes (USP, arXiv:2405.07719).
 """
 
 import functools
@@ -23,14 +23,14 @@ KEY_ROWS = sharding.Axes(("activation_batch", "activation_kv_length"))
 QUERIES = sharding.Axes((*QUERY_ROWS, "activation_heads", None))
 KEYS = sharding.Axes((*KEY_ROWS, "activation_kv_heads", None))
 HEADS = sharding.Axes(("activation_heads",))
-_MASK = Mask(QUERY_ROWS, KEY_ROWS, QUERY_ROWS, KEY_ROWS)  # type: ignore[arg-type]  # in place of arrays
+_MASK = Mask(QUERY_ROWS, KEY_ROWS, QUERY_ROWS, KEY_ROWS)  # type: ignore[arg-type]  # axes, not arrays
 
 Attend = Callable[..., jax.Array]  # (queries, keys, values, mask, dropout, sinks=sinks) -> [b, t, h, d]
-Arrays = tuple[jax.Array, jax.Array, jax.Array, Mask]  # queries, keys, values
+Arrays = tuple[jax.Array, jax.Array, jax.Array, Mask]  # queries, keys, values, mask
 
 
 class Across(NamedTuple):
-    """How rows are split over devices. `strategy`: see above. `order`: the token order (`ops.order`); "": unchanged."""
+    """How rows are split over devices. `strategy`: see the module. `order`: of tokens (`ops.order`); "": unchanged."""
 
     strategy: str = "all_gather"
     order: str = ""
@@ -63,8 +63,8 @@ def attend(
     """Returns `op(*arrays, dropout, sinks=sinks)`, [b, t, h, d], for arrays that are split over devices.
 
     Args:
-      op: an op of `ops.attention`, with static parameters applied. With the strategy all_gather, it must accept keys at
-        other positions than the queries, or be a kernel with the parameter `among`, such as `ops.splash`.
+      op: an op of `ops.attention`, with static parameters applied. With the strategy all_gather, it must accept keys
+        whose positions differ from the queries', or be a kernel with the parameter `among`, such as `ops.splash`.
       ring: the parameters of `ring_attention`, which then replaces the op; None: the op is used.
       kernel: whether the op is a kernel. JAX cannot check over which devices a kernel's result is replicated.
     """
@@ -94,8 +94,8 @@ def attend(
 
 
 def largest(queries: jax.Array, keys: jax.Array, mask: Mask, ring: Ring, when: jax.Array | None) -> jax.Array:
-    """Returns the largest logit of each head over the tokens of all devices, float32 [h]; see `ops.max_logits`. With
-    every strategy, keys travel around a ring."""
+    """Returns the largest logit of each head over the tokens of all devices, float32 [h]; see `ops.max_logits`. Keys
+    travel around a ring, whatever the strategy."""
 
     def on_device(queries: jax.Array, keys: jax.Array, mask: Mask, when: jax.Array | None) -> jax.Array:
         length, rows = mesh_axes("activation_q_length"), mesh_axes("activation_batch")
@@ -156,7 +156,7 @@ def _by_heads(
 
 
 def _over(ring: Ring, axes: tuple[str, ...]) -> Ring:
-    # Gloo, which connects CPU processes, gives all permutes the same tag, so it mixes up concurrent permutes.
+    # Gloo, which connects CPU processes, mixes up concurrent permutes, because it gives all of them the same tag.
     return ring._replace(axes=axes, together=jax.process_count() > 1 and sharding.on_platform("cpu"))
 
 

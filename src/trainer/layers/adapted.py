@@ -16,7 +16,7 @@ from trainer.products.plain import EarlyReduction, Kernel, MakeProduct, make_pla
 
 
 class Adapted(nnx.Module):
-    """A `Product` whose kernel is that of `inner` plus `scale` x a b. a [*i, r] and b [r, *o] are parameters.
+    """A `Product` with an adapter: the kernel of `inner` plus scale * a @ b, with parameters a [*i, r] and b [r, *o].
 
     Initially b is zero, and a is uniform in +-1 / sqrt(i), as in Hugging Face's PEFT.
 
@@ -34,7 +34,7 @@ class Adapted(nnx.Module):
         rngs: nnx.Rngs,
         make: MakeProduct = make_plain,
     ):
-        """`dtype`: the dtype of a and b. `make`: makes the products with a and b, which have no parameters."""
+        """`dtype`: the dtype of a and b. `make`: makes the products with a and b. These products have no parameters."""
         groups, first = kernel.names[: bool(kernel.groups)], bool(kernel.groups) + len(kernel.in_shape)
         lead, bound = (kernel.groups,) * len(groups), 1 / math.sqrt(math.prod(kernel.in_shape))
         a = jax.random.uniform(rngs.params(), (*lead, *kernel.in_shape, rank), dtype, -bound, bound)
@@ -67,7 +67,7 @@ class Adapted(nnx.Module):
         reduce_early: EarlyReduction | None = None,
         context: Context | None = None,
     ) -> jax.Array:
-        del reduce_early  # the kernel has no gradient
+        del reduce_early  # the kernel is frozen: it has no gradient
         low = self.scale * self.into(x, inputs, self.lora_a.get_value(), None, None)
         if context is not None and context.ranks is not None:
             low = jnp.where(context.ranks, low, 0)
@@ -75,7 +75,7 @@ class Adapted(nnx.Module):
 
 
 class GroupedAdapted(Adapted):
-    """A `GroupedProduct`: `Adapted` for each group, with a [g, *i, r] and b [g, r, *o]."""
+    """`Adapted` for a `GroupedProduct`: one adapter per group, with a [g, *i, r] and b [g, r, *o]."""
 
     def __call__(  # type: ignore[override]
         self, x: jax.Array, kernel: Any, sizes: jax.Array | None, context: Context | None = None

@@ -96,10 +96,10 @@ class Scores(NamedTuple):
     @property
     def ring(self) -> int:
         """The length of a ring cache, which equals the window; 0 if the cache keeps all positions."""
-        return 0 if self.op == "invariant" else self.window  # in a ring, a sum could start at any position
+        return 0 if self.op == "invariant" else self.window  # in a ring, the order of sums would vary
 
     def over_cache(self) -> "Scores":
-        """Returns the settings for queries over a cache: the op then accepts keys at other positions than queries."""
+        """Returns settings for queries over a cache, with an op that allows keys and queries at different positions."""
         return self if KERNELS[self.op].over_cache else self._replace(op="dot_product")
 
     def largest(self, queries: jax.Array, keys: jax.Array, mask: Mask, context: Context) -> jax.Array:
@@ -108,7 +108,8 @@ class Scores(NamedTuple):
         if split.is_split():
             ring = Ring((), self.window, scale=self.scale)
             return split.largest(queries, keys, mask, ring, context.sampled)
-        # If one tile covers the row, XLA merges this product with the reference op's, unless `sampled` makes a `cond`.
+        # With one tile for the whole row, XLA merges this product with that of dot_product, unless `sampled` puts it in
+        # a `cond`.
         block = queries.shape[1] if self.op == "dot_product" and context.sampled is None else BLOCK
         return max_logits(queries, keys, mask, window=self.window, scale=self.scale, block=block, when=context.sampled)
 
@@ -177,7 +178,7 @@ class Attention(nnx.Module):
         rngs: nnx.Rngs,
     ):
         if sinks and not KERNELS[op].sinks:
-            raise UserError(f"attention={op}: it does not support sinks; choose attention=blockwise")
+            raise UserError(f"attention={op} does not support sinks; choose attention=blockwise")
 
         self.heads, self.kv_heads, self.head_dim, self.dtype, self.fused = heads, kv_heads, head_dim, dtype, fused
         self.scores = Scores(op, window, soft_cap, scale, tiles, dropout_rate, across, chunked)
@@ -217,11 +218,11 @@ class Attention(nnx.Module):
         by the rest of that head's factor. The square root of one head's factor would be wrong for the other heads.
 
         Raises:
-          UserError: scaling weights does not scale logits, because queries and keys are normalized or logits capped.
+          UserError: scaling weights does not scale logits, because queries and keys are normalized or a cap applies.
         """
         normed = self.norms_heads or self.norm_rotated is not None
         if normed or self.scores.soft_cap:
-            why = "their norms undo a scale of the weights" if normed else "the soft cap bounds logits itself"
+            why = "their norms undo any scaling of the weights" if normed else "the soft cap already bounds logits"
             raise UserError(f"use_qk_clip=true: attention heads cannot be clipped: {why}")
         if self.fused:
             root_h = jnp.sqrt(eta_h)
@@ -240,7 +241,7 @@ class Attention(nnx.Module):
 
     def cache_axes(self) -> KVCache:
         """Returns the logical axes of the arrays of `init_cache`."""
-        return KVCache(KEYS, KEYS)  # type: ignore[arg-type]  # in place of arrays
+        return KVCache(KEYS, KEYS)  # type: ignore[arg-type]  # axes, not arrays
 
     def projected(self, x_bte: jax.Array, context: Context) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns queries [b, t, heads, d], keys and values [b, t, kv_heads, d], before norms and rotation."""

@@ -4,12 +4,12 @@
 whose first axis is the rows). A stack stores the caches of all its layers, stacked on axis 0 or as `Layers`, and gives
 each block a view. A write changes only the written entries, so a loop over tokens updates the caches in place.
 
-The entry of position p has index p mod length. If the cache is as long as the sequence, this is p. Attention with a
-window needs only a cache as long as the window, used as a ring buffer.
+The entry of position p has index p mod length. Attention with a window needs only a cache as long as the window, used
+as a ring buffer.
 
-An array may be stored as `Scaled` (`models.caches` chooses which). Blocks do not see this: this file quantizes writes
-and dequantizes reads. Tokens attend even to the entries of the current call in quantized form, so results do not depend
-on how a prompt was divided into calls.
+`models.caches` may choose to store an array in quantized form, as `Scaled`. Blocks need not know: this file quantizes
+writes and dequantizes reads. Tokens attend even to the entries of the current call in quantized form, so results do not
+depend on how a prompt was divided into calls.
 """
 
 import dataclasses
@@ -71,8 +71,8 @@ class Cache:
         return dataclasses.replace(self, entries=jax.tree.map(update, self.entries, self._held(entries)))
 
     def part(self, name: str) -> "Cache":
-        """Returns the view of `entries[name]`, for a layer whose entries are a dict, for example of keys and values and
-        of state that is not stored per position."""
+        """Returns the view of `entries[name]`, for a layer whose entries are a dict, for example with one part for keys
+        and values and one for recurrent state."""
         return dataclasses.replace(self, entries=self.entries[name])
 
     def with_part(self, name: str, part: "Cache") -> "Cache":
@@ -111,8 +111,7 @@ class Cache:
     def extend(self, entries: Any, context: Context, window: int = 0) -> tuple["Cache", Any, Mask]:
         """Adds the `entries` [b, t, ...] of the tokens of `context`, a contiguous part of a sequence in each row.
 
-        `window`: the window of the attention, 0 if it has none. The cache must be as long as the window, or
-        as the sequence.
+        `window`: the attention's window; 0 for none. The cache must be as long as the window or the sequence.
 
         Returns:
           The cache; the entries [b, s, ...] that the tokens can attend to; and the mask. If the cache is filled, these

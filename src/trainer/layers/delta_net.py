@@ -28,7 +28,7 @@ PROJECTIONS = (GATE, "decay_proj", "beta_proj")
 
 
 class DeltaCache(NamedTuple):
-    """The state after the tokens so far, in `layers.cache` for one layer; its size does not depend on their number.
+    """The state after the tokens so far, of a fixed size: the entries of `layers.cache` for one layer.
 
     `memory`: float32 [b, heads, k, v], see `ops.delta_rule`. `query`, `key`, `value`: the last inputs of the
     convolutions, [b, w - 1, heads, d].
@@ -41,10 +41,10 @@ class DeltaCache(NamedTuple):
 
 
 class ShortConv(nnx.Module):
-    """A causal convolution of each entry of each head over `width` tokens of a document, followed by SiLU."""
+    """A causal depthwise convolution over `width` tokens of a document, followed by SiLU."""
 
     def __init__(self, width: int, heads: int, size: int, name: str, *, weight_dtype: jnp.dtype, rngs: nnx.Rngs):
-        """`name`: the logical name of the axis of the heads."""
+        """`name`: the logical name of the head axis."""
         drawn = lecun_normal(rngs.params(), (width, heads * size), weight_dtype)
         self.kernel = param(drawn.reshape(width, heads, size), (None, name, None))
 
@@ -53,18 +53,19 @@ class ShortConv(nnx.Module):
 
 
 class GatedDeltaNet(nnx.Module):
-    """Corrects and reads a memory [key_dim, value_dim] per head, which begins at 0 in each document.
+    """Each token corrects and then reads a memory [key_dim, value_dim] per head, which is 0 when a document begins.
 
     Queries, keys and values are projections of the input, convolved over the last tokens. Queries and keys are scaled
-    to unit norm; consecutive value heads share those of one key head. The results of each value head are normalized,
-    multiplied by SiLU of a gate, and projected to the width. For beta and decay of each head see `ops.delta_rule`:
+    to unit norm. Consecutive value heads share the query and key of one key head. The results of each value head are
+    normalized, multiplied by SiLU of a gate, and projected to the width. For beta and decay of each head see
+    `ops.delta_rule`:
 
         beta = sigmoid(beta projection);  decay = -exp(A_log) softplus(decay projection + dt_bias)
 
-    A_log, dt_bias and the scale of the norm are float32, and so is the rule.
+    A_log, dt_bias and the scale of the norm are float32, and the rule is computed in float32.
 
     Args:
-      conv: the number of tokens of a convolution.
+      conv: the number of tokens that a convolution spans.
       chunk: the number of tokens that are processed at once; it changes results only by rounding.
     """
 
@@ -119,7 +120,7 @@ class GatedDeltaNet(nnx.Module):
     def cache_axes(self) -> DeltaCache:
         """Returns the logical axes of the arrays of `init_cache`."""
         keys, values = (sharding.Axes(("activation_batch", None, *names[2:])) for names in (KEYS, VALUES))
-        return DeltaCache(_MEMORY, keys, keys, values)  # type: ignore[arg-type]  # in place of arrays
+        return DeltaCache(_MEMORY, keys, keys, values)  # type: ignore[arg-type]  # axes, not arrays
 
     def __call__(self, x_bte: jax.Array, cache: Cache | None, context: Context) -> tuple[jax.Array, Cache | None]:
         """[b, t, e] -> [b, t, e]. Also returns the cache with the state after the last token of each row; if the tokens
@@ -134,7 +135,7 @@ class GatedDeltaNet(nnx.Module):
         gate = checkpoint_name(self.gating(x_bte, VALUES, context), GATE)
         decay = checkpoint_name(self.decay(x_bte, PER_HEAD, context), "decay_proj").astype(jnp.float32)
         beta = checkpoint_name(self.beta(x_bte, PER_HEAD, context), "beta_proj").astype(jnp.float32)
-        # Padding leaves the state as it is.
+        # Padding leaves the state unchanged.
         real = (context.segments != 0)[..., None]
         decay = jnp.where(real, -jnp.exp(self.A_log[...]) * jax.nn.softplus(decay + self.dt_bias[...]), 0)
         beta = jnp.where(real, jax.nn.sigmoid(beta), 0)

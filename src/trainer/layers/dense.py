@@ -18,7 +18,8 @@ from trainer.products.context import Context
 from trainer.products.plain import EarlyReduction, Kernel, Product, product, stored
 
 ROWS = sharding.Axes(("activation_batch", "activation_length"))
-# INPUT: the axes of the input of a layer with weights, whose rows are complete. RESIDUAL: the axes between layers.
+# INPUT: the axes of the input of a layer with matrices. RESIDUAL: the axes between layers, where a row's tokens can be
+# sharded over further mesh axes.
 INPUT = sharding.Axes((*ROWS, "activation_embed"))
 RESIDUAL = sharding.Axes(("activation_batch", "activation_norm_length", "activation_embed"))
 
@@ -26,8 +27,8 @@ RESIDUAL = sharding.Axes(("activation_batch", "activation_norm_length", "activat
 class Dense(WithMatrices):
     """A linear map from the last `len(in_shape)` axes of its input to `out_shape`.
 
-    Initial weights: normal, truncated at two standard deviations, variance 1 / fan-in (LeCun et al. 1998). An initial
-    bias is zero.
+    Weights are initialized from a normal distribution, truncated at two standard deviations, with variance 1 / fan-in
+    (LeCun et al. 1998). A bias is initialized to zero.
     """
 
     def __init__(
@@ -136,8 +137,8 @@ class Embed(WithMatrices):
         self.product = product
 
     def __call__(self, id_bt: jax.Array) -> jax.Array:
-        """Returns the rows of the table for `id_bt`, multiplied by `scale` in the rows' dtype: [b, t, e]. Further axes
-        in front of b are allowed."""
+        """Returns the rows of the table for `id_bt`, multiplied by `scale` in the rows' dtype: [b, t, e]. Further
+        leading axes are allowed."""
         names = (*(None,) * (id_bt.ndim - 2), *RESIDUAL)
         rows = sharding.take(self._table(), id_bt, names, self.dtype, TABLE)
         return rows if self.scale == 1 else rows * jnp.asarray(self.scale, self.dtype)
@@ -146,7 +147,7 @@ class Embed(WithMatrices):
         """Returns logits [b, t, v]: products of `x_bte` with every row of the table."""
 
         def reduce_early(x_bte: jax.Array, table: jax.Array) -> tuple[jax.Array, jax.Array]:
-            # In the table's stored layout, because the gradient of a transpose costs a v5e-4 step 18 % more bytes.
+            # Use the table's stored layout: the gradient of a transpose would cost a step on v5e-4 18 % more bytes.
             return sharding.reduce_gradient_early(x_bte, table, TABLE, (TABLE[0], None), ROWS)
 
         def of_transposed(x_bte: jax.Array, transposed_ev: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -166,8 +167,8 @@ class Embed(WithMatrices):
         if not isinstance(table, jax.Array | np.ndarray):
             raise UserError(
                 f"token_embedder/embedding is stored as {type(table).__name__}, but rows can only be looked up in an "
-                "array; keep the table as an array: the product of a tied head may quantize it when it multiplies, and "
-                "with logits_via_embedding=false the head has a matrix of its own"
+                "array; keep the table as an array: the product of a tied head may still quantize it in each call, and "
+                "with logits_via_embedding=false the head has a separate matrix"
             )
         return table
 

@@ -20,7 +20,7 @@ from trainer.products.context import Context
 
 
 def cast_in_loop(block: Any, index: jax.Array, dtype: jnp.dtype) -> Any:
-    """Returns `block` (a module or its state) with equal values, but such that XLA cannot hoist casts to `dtype`.
+    """Returns `block` (a module or its state) with equal values, made so that XLA cannot hoist casts to `dtype`.
 
     If a loop over stacked float32 weights casts them to bfloat16, XLA's TPU compiler hoists the casts of all layers out
     of the loop, keeps the results for the whole step, and transposes the float32 weights to the layout that the
@@ -45,7 +45,7 @@ class Loop(NamedTuple):
       first: the number of the stack's first layer in the model, int or an array [].
       context: layer i of the model gets `context.at(i)`.
       types: the sown types to capture.
-      cache: the settings of the layers' caches (`layers.cache`); `entries` is not read.
+      cache: a template for the layers' caches (`layers.cache`); its `entries` and `layer` are replaced.
       by_layer: whether the cache entries are `Layers`.
     """
 
@@ -140,7 +140,8 @@ def run_loop(
     outputs, apart = [], []
     for i in range(loop.stack.count):
         held = [block.each[i] for block in entries] if loop.by_layer else list(entries)
-        # Slice outside of the checkpointed layer, which on a GPU saves the slices as inputs: docs/benchmarks/gpu.md.
+        # The slices are made outside of the checkpointed layer, so a GPU saves them as the layer's inputs. For the cost
+        # see docs/benchmarks/gpu.md.
         (x, held), output = body((x, held), jax.tree.map(lambda a, i=i: a[i], stacked))
         outputs.append(output)
         apart.append(held)

@@ -10,7 +10,7 @@ M = TypeVar("M", bound=nnx.Module)
 
 
 class WithMatrices(nnx.Module):
-    """A layer with weight matrices. Its constructor gives each matrix the plain product."""
+    """A layer with weight matrices. Initially, each matrix has the plain product."""
 
     def kernels(self) -> dict[str, Kernel]:
         """Returns the matrices by parameter name."""
@@ -26,7 +26,7 @@ def choose_products(module: M, path: str, rules: Rules, rngs: nnx.Rngs) -> M:
 
     Args:
       path: the canonical name of `module`, such as decoder/layers for a block; "" for a model.
-      rngs: for the parameters of products. `module` was made before, so rules do not change its initial weights.
+      rngs: for the parameters of products. They do not change the initial weights of `module`, which already exist.
     """
     for layer, name, kernel in matrices(module, path) if rules else ():
         if make := maker(rules, kernel.name):

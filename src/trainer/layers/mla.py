@@ -104,7 +104,7 @@ class LatentAttention(nnx.Module):
           UserError: the logits are capped, so scaling weights does not scale them.
         """
         if self.scores.soft_cap:
-            raise UserError("use_qk_clip=true: attention heads cannot be clipped: the soft cap bounds logits itself")
+            raise UserError("use_qk_clip=true: attention heads cannot be clipped: the soft cap already bounds logits")
         eta_h1 = eta_h[:, None]
         root_hd = jnp.broadcast_to(jnp.sqrt(eta_h1), (self.heads, self.nope_dim))
         query = jnp.concatenate([root_hd, jnp.broadcast_to(eta_h1, (self.heads, self.rope_dim))], axis=1)

@@ -44,7 +44,7 @@ class MoE(WithMatrices):
     wi_0_bias, wi_1_bias and wo_bias [experts, outputs]. They are float32 and initially 0.
 
     With `routed_bias`, the router has a bias per expert, gate/bias, float32 and initially 0, which `score` adds to the
-    scores to choose experts. It is a buffer without a gradient; an update rule changes it (`optim.router_bias`).
+    scores when it selects experts. It is a buffer without a gradient; an update rule changes it (`optim.router_bias`).
 
     This layer sows, over all tokens except padding,
     - as RouterLoss: `load_balance` and `z`, sums of `ops.routing.load_balance` and `ops.routing.squared_log_z`;
@@ -74,11 +74,11 @@ class MoE(WithMatrices):
         combine: Combine | None = None,
         rngs: nnx.Rngs,
     ):
-        """`chosen`: the number of experts per token. `sparse`: use grouped products, which drop no token. If false, an
-        expert drops tokens beyond its capacity if `capacity_factor` is above 0; otherwise every expert computes every
-        token. `buffer`: see `ops.exchange.round_size`. `by_sigmoid`: scores are sigmoids; the load-balance loss
-        and the entropy normalize the scores to the sum 1. `weighs_inputs`: the weights of experts multiply the experts'
-        inputs instead of the results. `combine`: see `MLP`."""
+        """`chosen`: the number of experts per token. `sparse`: use grouped products, which drop no token. If false:
+        with a positive `capacity_factor`, each expert drops tokens beyond its capacity; otherwise, every expert
+        processes every token. `buffer`: see `ops.exchange.round_size`. `by_sigmoid`: scores are sigmoids, which the
+        load-balance loss and the entropy normalize to sum to 1. `weighs_inputs`: the weights of experts multiply the
+        experts' inputs instead of the results. `combine`: see `MLP`."""
         self.combine = combine
         self.experts, self.chosen, self.score = experts, chosen, score
         assert not (bias and routed_bias)
@@ -133,7 +133,7 @@ class MoE(WithMatrices):
         with jax.default_matmul_precision("float32"):
             logits = self.gate(x_bte, LOGITS, context)
         real_bt = context.segments != 0
-        # Cast before the all-gather. Without the constraint, XLA would cast after it.
+        # Cast before the all-gather. Without the constraint below, XLA would cast after the all-gather.
         kernels = {name: in_dtype(getattr(self, name).get_value(), self.dtype) for name in self._matrices()}
         kernels |= {name: getattr(self, name).get_value() for name in self.biases}
         values, axes, merged = self.product.split()
@@ -259,7 +259,7 @@ def _on_first(bias: jax.Array) -> jax.Array:
 
 
 def _inside(axes: sharding.Axes) -> sharding.Axes:
-    """Returns `axes` as they are sharded inside `shard_mapped`."""
+    """Returns the names of `axes` inside `shard_mapped`, where an axis without a name is not sharded."""
     return sharding.Axes(None if name is None else _SHARES.get(name) for name in axes)
 
 

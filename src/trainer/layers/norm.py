@@ -8,13 +8,15 @@ from trainer.layers.param import EXACT, param
 
 
 class RMSNorm(nnx.Module):
-    """Divides by the root mean square over the last axis, times offset + scale (Zhang and Sennrich, arXiv:1910.07467).
+    """Divides by the root mean square over the last axis, and multiplies by offset + scale.
 
-    The scale is learned, and offset + scale is 1 initially. Computed in float32, returned in `dtype`.
+    See Zhang and Sennrich, arXiv:1910.07467. The scale is learned, and offset + scale is 1 initially. Computed in
+    float32, returned in `dtype`.
     """
 
     def __init__(self, width: int, *, epsilon: float, dtype: jnp.dtype, weight_dtype: jnp.dtype, offset: float = 0.0):
-        """`weight_dtype`: unused, as norms are float32 (`EXACT`). `offset`: 1 in Gemma, so weight decay pulls to 1."""
+        """`weight_dtype`: unused, because norms are float32 (`EXACT`). `offset`: 1 in Gemma, so that weight decay pulls
+        the factor towards 1."""
         del weight_dtype
         self.epsilon, self.offset = epsilon, offset
         self.dtype = dtype
@@ -49,7 +51,7 @@ class LayerNorm(nnx.Module):
         offset: float = 1.0,
         bias: bool = True,
     ):
-        """`weight_dtype`: see `RMSNorm`. `offset`: 0 where the stored scale is the factor itself."""
+        """`weight_dtype`: see `RMSNorm`. `offset`: 0 if the stored scale is the whole factor."""
         del weight_dtype
         self.epsilon, self.offset, self.has_bias = epsilon, offset, bias
         self.dtype = dtype

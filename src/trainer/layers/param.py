@@ -22,7 +22,7 @@ def lecun_normal(
 ) -> jax.Array:
     """Returns a normal sample, truncated at two standard deviations, with variance 1 / fan-in; fan-in is the size of
     the second-to-last axis. Layers of equal shape share one trace, because separate traces would take half of the time
-    of making a model."""
+    that making a model takes."""
     return jax.nn.initializers.lecun_normal(batch_axis=batch_axis)(key, shape, dtype)
 
 

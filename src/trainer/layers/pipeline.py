@@ -4,8 +4,8 @@ The rows are divided into microbatches. In each iteration every stage runs its l
 at once (`jax.vmap` over the axis of stages, which the mesh shards), and passes the result to the next stage. Arrays
 that differ by stage have the stages as their first axis: a shift along it is a collective permute.
 
-Microbatch m passes stage s for the r-th time in iteration r M + m + d s, where d is the delay. An idle stage computes
-on arbitrary data, and nothing reads the result.
+Microbatch m passes stage s for the r-th time in iteration r M + m + d s, all counted from 0, where d is
+`Pipeline.delay`. An idle stage computes on arbitrary data, and nothing reads the result.
 
 S: stages, R: repeats, L: iterations of the stack's loop in a stage, M: microbatches, c = M / S.
 """
@@ -73,7 +73,7 @@ def run_pipeline(
         inputs = constrain(_split(x, plan), names)
         of_weights = axes() if plan.per_repeat else None
         iteration = _iteration(loop, plan, _stage(loop, apply, plan, remat, cast_inside, policy, of_weights))
-        # Results of the last stage wait in a queue until their next repeat begins, unless it begins at once.
+        # Results of the last stage wait in a queue until their next repeat begins, unless it begins immediately.
         slots = plan.microbatches // plan.stages - plan.delay
         waiting = jnp.zeros_like(inputs[:, :slots]) if plan.repeats > 1 and slots else None
         carry = inputs, waiting, (inputs[:, 0],) * plan.delay
@@ -207,7 +207,7 @@ def _stage(
 
 
 def _everything(primitive: Any, *_: Any, **params: Any) -> bool:
-    """A policy that drops only a stage's `WEIGHTS` and the bitcasts of 8-bit floats (`products.quantized`)."""
+    """A policy that keeps everything except a stage's `WEIGHTS` and bitcasts of 8-bit floats (`products.quantized`)."""
     return params.get("name") != WEIGHTS and primitive is not jax.lax.bitcast_convert_type_p
 
 
@@ -220,7 +220,7 @@ def _shifted(x: jax.Array, by: int) -> jax.Array:
             return jnp.roll(part, by, axis=0)
         return jax.lax.ppermute(part, axes, [(s, (s + by) % stages) for s in range(stages)])
 
-    # The gradient of a roll of the whole array would be two permutes. Unchecked, for `jax.vmap` over islands.
+    # The gradient of rolling the whole array would be two permutes. `check=False` allows `jax.vmap` over islands.
     names = Axes((STAGE, *BATCH))
     return shard_mapped(on_stage, (names,), names, check=False)(x)
 
@@ -242,8 +242,9 @@ def _exchange(queue: jax.Array, i: Any, value: jax.Array, here: jax.Array) -> tu
 
 
 def _split(x: jax.Array, plan: Pipeline) -> jax.Array:
-    """Returns [b, ...] as [S, c, b / M, ...]: microbatch m is [m / c, m mod c]. If the stages are the outermost mesh
-    axis of the rows, no row moves: a stage's microbatches consist of its rows, each with a part of every shard."""
+    """Returns [b, ...] as [S, c, b / M, ...]: microbatch m is [m / c, m mod c]. If the stages are the
+    outermost mesh axis of the rows, no row moves: a stage's rows become its microbatches, and each microbatch has rows
+    of every shard of the stage."""
     return x.reshape(plan.stages, -1, plan.microbatches // plan.stages, *x.shape[1:]).swapaxes(1, 2)
 
 

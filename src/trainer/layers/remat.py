@@ -1,8 +1,8 @@
 """Which named tensors a checkpointed block keeps for its backward pass.
 
-Layers name tensors with `jax.ad_checkpoint.checkpoint_name`. Every policy keeps a block's input. Policies list
-only named tensors that the backward pass reads. For example, no policy spends memory on mlpwo, which is only added to
-the residual stream. Every policy also keeps the cos/sin tables of RoPE, which are the same in every layer. A rolled
+Layers name tensors with `jax.ad_checkpoint.checkpoint_name`. Every policy keeps a block's input. Of the tensors that a
+policy lists, only those that the backward pass reads are kept. For example, mlpwo takes no memory if it is only added
+to the residual stream. Every policy also keeps the cos/sin tables of RoPE, which are the same in every layer. A rolled
 loop keeps the tables once, outside of the loop; in an unrolled loop the compiler merges them.
 """
 
@@ -36,7 +36,7 @@ OFFLOADED: dict[str, tuple[str, ...]] = {"qkv_proj_offloaded": QKV, "minimal_off
 
 
 def kept(name: str, own: Sequence[str] = ()) -> tuple[str, ...]:
-    """Returns the tensors that a policy keeps on the device; () for none, custom and offloading. See `make_policy`."""
+    """Returns the tensors that a policy keeps on the device; () for none, custom and OFFLOADED policies."""
     return () if name in ("none", "custom", *OFFLOADED) else _with(own, KEPT[name])
 
 

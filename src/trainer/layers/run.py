@@ -21,10 +21,10 @@ def run_stack(
     axes: Callable[[], Any],
     **how: Any,
 ) -> tuple[jax.Array, Any, Sown]:
-    """Applies the layers of a stack in order, in a pipeline if it has one. See `layers.loop.run_loop`.
+    """Applies the layers of a stack in order, as a pipeline if the stack has one. See `layers.loop.run_loop`.
 
-    A pipeline has no caches, because generation runs without a pipeline. For `axes` and `how` see
-    `layers.pipeline.run_pipeline`; without a pipeline, for `how` see `run_loop`.
+    A pipeline ignores the caches (`entries`), because generation runs without a pipeline. `axes` and `how` are passed
+    to `layers.pipeline.run_pipeline`; without a pipeline, `how` is passed to `run_loop`.
     """
     if loop.stack.pipeline is None:
         return run_loop(loop, apply, variables, x, entries, **how)
@@ -40,8 +40,8 @@ def run_module(module: nnx.Module, *args: Any) -> tuple[jax.Array, Sown]:
 
 
 def run_modules(loop: Loop, module: nnx.Module, x: jax.Array, entries: Sequence[Any], **how: Any) -> Any:
-    """Calls `run_stack` for `module`, which `make_stack` made."""
-    # The parameters of all blocks come first, as in Linen, so that the programs are the same.
+    """Calls `run_stack` for `module`, an NNX module from `make_stack`."""
+    # As in Linen, the parameters of all blocks precede all other state, so that both compile to the same program.
     parts = [nnx.split(block, nnx.Param, ...) for block in loop.stack.modules(module)]
     graphdefs, *variables = zip(*parts, strict=True)
 

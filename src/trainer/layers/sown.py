@@ -19,10 +19,12 @@ _names: set[str] = set()  # names of all sown types
 
 
 class SownValue(nnx.Variable):
-    """The base class of sown types, including users' types. NNX blocks `sow`; Linen blocks use the type's collection.
+    """The base class of sown types, including users' types.
 
-    A type that a training step can return has a static method `combine(values, axis=0)`, which combines the values of
-    microbatches, along axis 0, into the value of the whole batch.
+    NNX blocks call `sow`; Linen blocks sow into the collection that is named after the type.
+
+    A type that a training step can return needs a static method `combine(values, axis=0)`, which combines the values
+    of the microbatches, stacked on axis 0, into the value of the whole batch.
     """
 
     def __init_subclass__(cls) -> None:
@@ -68,9 +70,9 @@ class Activation(SownValue):
 
 
 class MtpHidden(SownValue):
-    """Hidden states [b, t, e] of a module of multi-token prediction (`models.mtp`), which the objective needs.
+    """Hidden states [b, t, e] of a multi-token prediction module (`models.mtp`), for the objective.
 
-    The modules run only if this type is captured. Like `Activation`, it has no `combine`.
+    The modules run only if this type is captured. Like `Activation`, this type has no `combine`.
     """
 
 
@@ -87,8 +89,7 @@ def check_captured(types: Iterable[type[nnx.Variable]], of_objective: Iterable[t
       of_objective: the types that only the objective reads (`objectives.Objective.captures`).
 
     Raises:
-      ValueError: a type is not a SownValue, two types have the same name, or values of one of `types` do not combine
-        across microbatches.
+      ValueError: a type is not a SownValue, two types have the same name, or one of `types` has no `combine`.
     """
     types, both = list(types), list(dict.fromkeys((*types, *of_objective)))
     if other := [kind.__name__ for kind in both if not issubclass(kind, SownValue)]:
@@ -110,18 +111,18 @@ def combined(types: Iterable[type[nnx.Variable]], sown: Sown) -> Sown:
 
 def captures(module: nnx.Module, variable_type: type[nnx.Variable]) -> bool:
     """Returns whether the caller captures values of `variable_type`. If not, the module need not compute them."""
-    # nnx.capture sets __captures__ on the modules it captures; flax warns about a sow without it.
+    # nnx.capture sets __captures__ on the modules it captures; flax warns about a sow in any other module.
     return any(type(captured) is variable_type for captured in getattr(module, "__captures__", ()))
 
 
 def sow(module: nnx.Module, variable_type: type[nnx.Variable], name: str, value: jax.Array) -> None:
-    """Makes `value` an extra result of `module`. It replaces an earlier value with the same name."""
+    """Makes `value` an extra result of `module`, replacing any earlier value with the same name."""
     if captures(module, variable_type):
         module.sow(variable_type, name, value, reduce_fn=lambda _, new: new, init_fn=lambda: None)
 
 
 def with_output(sown: Sown, types: tuple[type[nnx.Variable], ...], x: jax.Array) -> Sown:
-    """Returns `sown`, the sown values of a block, with its result `x` added if activations are captured."""
+    """Returns `sown`, the sown values of a block, with the block's result `x` added if activations are captured."""
     name = Activation.__name__
     return {**sown, name: {**sown.get(name, {}), "output": x}} if Activation in types else sown
 

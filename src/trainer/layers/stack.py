@@ -1,8 +1,8 @@
 """Stacks of blocks, the parts of a decoder.
 
-A decoder is a list of stacks. Each stack runs by itself (`layers.run`), as a loop or in a pipeline. Whether the loop is
-rolled or unrolled, the leading axes of a stack's parameters stack layers: `scan` determines how the loop is compiled,
-not the names of parameters.
+A decoder is a list of stacks. `layers.run` runs each stack separately, as a loop or as a pipeline. A stack's
+parameters are always stacked over layers: `scan_layers` makes the loop rolled or unrolled, but does not change the
+names or shapes of parameters.
 """
 
 import math
@@ -39,7 +39,7 @@ class Stack:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The sizes of `axes`. In memory order, entries along `axes` are the repetitions of the pattern in order."""
+        """The sizes of `axes`. Flattened in row-major order, these axes index the repetitions of the pattern."""
         return (self.count,) if self.pipeline is None else self.pipeline.sizes
 
     @property

@@ -1,1 +1,1 @@
-"""The common parts of all checkpoints: named arrays read in parts, Orbax trees, and further data about a model."""
+"""The common parts of all checkpoints: named arrays that are read in parts, Orbax trees, and a model's metadata."""

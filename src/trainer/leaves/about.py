@@ -1,8 +1,9 @@
-"""A model's data other than weights: the tokens that end a text, the maximum text length, and sampling settings. They
-are read once, copied into a run's checkpoints, and written by every export.
+"""A model's metadata: end-of-text tokens, maximum text length, and sampling settings.
 
-A Hugging Face folder stores them in config.json and generation_config.json. A run's checkpoint, and a folder from
-trainer.export or trainer.quantize, store them next to the tokenizer; the fields of config.json are then in
+The metadata is read once, copied into a run's checkpoints, and written by every export.
+
+A Hugging Face folder stores it in config.json and generation_config.json. A run's checkpoint, and a folder from
+trainer.export or trainer.quantize, store it next to the tokenizer, with the fields of config.json in
 huggingface.json.
 """
 
@@ -23,15 +24,16 @@ IMAGES = (
     *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
 )
 _, _END, _ = TOKENS
-_OF_TOKENIZER = ("_id", "_ids", "_token_index", "suppress_tokens", "tokenizer_class")  # ends of names
+_OF_TOKENIZER = ("_id", "_ids", "_token_index", "suppress_tokens", "tokenizer_class")  # suffixes of field names
 
 
 class About(NamedTuple):
-    """
+    """A model's metadata.
+
     Attributes:
       fields: the fields of config.json that do not affect the model's results (`config_fields.NEUTRAL`).
-      generation: generation_config.json; None without one.
-      changed: the names of items that training changed, with their former values; for a text, None.
+      generation: the contents of generation_config.json; None if the model has no such file.
+      changed: the former value of each item that training changed, by name; None for the chat template.
     """
 
     fields: Mapping[str, Any] = {}
@@ -51,17 +53,17 @@ class About(NamedTuple):
 
     @property
     def tokens(self) -> set[int]:
-        """All tokens in the fields, except image tokens."""
+        """The bos, eos and pad tokens in `fields` and `generation`."""
         said = [{**holder}.get(name) for holder in (self.fields, self.generation or {}) for name in TOKENS]
         return {token for value in said for token in _listed(value)}
 
     def trained(self, ends: Iterable[int], length: int | None, other_template: bool) -> "About":
-        """Returns the `About` after a training.
+        """Returns the metadata after training.
 
         Args:
           ends: the tokens that end the training texts.
           length: the row length in tokens; None if the model's keys specify the maximum text length.
-          other_template: whether training used another chat template.
+          other_template: whether training used a different chat template.
         """
         fields, changed = dict(self.fields), dict(self.changed)
         generation = None if self.generation is None else dict(self.generation)
@@ -79,18 +81,18 @@ class About(NamedTuple):
         return About(fields, generation, changed)
 
     def under(self, other: "About") -> "About":
-        """Returns this `About`, overridden by the values of `other`, which describes adapters of the model."""
+        """Returns this metadata, overridden by `other`, the metadata of adapters of the model."""
         generation = self.generation if other.generation is None else other.generation
         return About({**self.fields, **other.fields}, generation, {**self.changed, **other.changed})
 
     def without_tokens(self) -> "About":
-        """Returns the data that remain valid with another tokenizer."""
+        """Returns the metadata that remains valid with a different tokenizer."""
 
         def rest(given: Mapping[str, Any]) -> dict[str, Any]:
             return {name: value for name, value in given.items() if not name.endswith(_OF_TOKENIZER)}
 
         changed = {_END: _one(self.ends)} if self.ends else {}
-        # null instead of absent, to override the value from the adapters' base
+        # None instead of no field, to override the value of the adapters' base model
         return About(
             rest(self.fields) | dict.fromkeys(TOKENS),
             None if self.generation is None else rest(self.generation),
@@ -116,5 +118,5 @@ def _listed(value: Any) -> list[int]:
 
 
 def _one(tokens: list[int]) -> Any:
-    """Returns the list; the token itself if it is the only one; None if there is none."""
+    """Returns `tokens`; a single token without its list; None for an empty list."""
     return tokens if len(tokens) > 1 else tokens[0] if tokens else None

@@ -1,4 +1,4 @@
-"""Reads the header of a GGUF file: the model's metadata, and the positions of its tensors.
+"""Reads the header of a GGUF file: the model's metadata, and the offsets of its tensors.
 
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Every count and length is checked against the
 file size before it is used. The package gguf lacks this check: if a damaged file claims an array of 2^33 values, the
@@ -20,7 +20,7 @@ from trainer.config.words import visible
 
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)  # counts in version 1 have four bytes
 _ALIGNMENT, _DEFAULT_ALIGNMENT = "general.alignment", 32
-# The types of values by number, with their codes in the package struct and NumPy.
+# The numbers of value types, with their format codes in Python's struct and NumPy.
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _WORDS = {int: "an integer", float: "a number", str: "text", bool: "true or false", list: "a list of texts"}
@@ -30,9 +30,9 @@ class Described(NamedTuple):
     """A tensor as described in the header.
 
     Attributes:
-      kind: the number of its type in ggml.
+      kind: the number of its ggml type.
       shape: slowest axis first; the file stores the reverse order.
-      start: the position of its first byte in the file.
+      start: the offset of its first byte in the file.
     """
 
     kind: int
@@ -45,9 +45,9 @@ class GgufHeader(NamedTuple):
 
     Attributes:
       path: the file.
-      values: bool, int, float, str, a NumPy array of numbers, or a list of str, by key.
-      tensors: by name.
-      size: the number of bytes of the file.
+      values: the metadata by key; a value is a bool, int, float, str, NumPy array of numbers, or list of str.
+      tensors: the tensors by name.
+      size: the file size in bytes.
     """
 
     path: Path
@@ -56,9 +56,13 @@ class GgufHeader(NamedTuple):
     size: int
 
     def get(self, key: str, kind: type, default: Any = None) -> Any:
-        """Returns the value of `key`, or `default` if there is none. `kind`: int, float (which also accepts an int),
-        str, bool, list (of str) or np.ndarray. Raises UserError if the value has another type, or is a number that is
-        not finite."""
+        """Returns the value of `key`, or `default` if the key is missing.
+
+        `kind` is the required type: int, float (which also accepts an int), str, bool, list (of str) or np.ndarray.
+
+        Raises:
+          UserError: the value has a different type, or is a float that is not finite.
+        """
         if (value := self.values.get(key)) is None:
             return default
         fits = isinstance(value, kind) and not (kind is int and isinstance(value, bool))
@@ -70,10 +74,10 @@ class GgufHeader(NamedTuple):
 
 
 def read_gguf(path: Path) -> GgufHeader:
-    """Returns the header of the file `path`. It may be a link, and may have any name: Ollama's files have no extension.
+    """Returns the header of the file `path`, which may be a link and need not end in .gguf (Ollama's files do not).
 
     Raises:
-      UserError: it is not a readable GGUF file, or it is damaged.
+      UserError: the file is not a readable GGUF file, or is damaged.
     """
     if not path.is_file():  # a pipe would wait forever
         raise UserError(f"{path}: there is no such file")
@@ -88,14 +92,16 @@ def read_gguf(path: Path) -> GgufHeader:
 class _Reader:
     def __init__(self, path: Path, file: BinaryIO, size: int):
         self._path, self._file, self._size = path, file, size
-        # No header exceeds FILE_BYTES, but a sparse file may.
+        # Not `size` alone: a sparse file can be far larger than any header.
         self._left, self._strings = min(size, FILE_BYTES), 0
 
     def header(self) -> GgufHeader:
         if self._bytes(4) != _MAGIC:
             self._refuse("this is not a GGUF file")
         if (version := self._number("I")) not in _VERSIONS:
-            self._refuse(f"version {version} of GGUF, or another order of bytes; versions 2 and 3 are read")
+            self._refuse(
+                f"GGUF version {version}, or a big-endian file; only little-endian versions 2 and 3 are supported"
+            )
         count, keys = self._number("Q"), self._number("Q")
         self._check(count, GGUF_ENTRIES, 8, "tensors")
         self._check(keys, GGUF_ENTRIES, 8, "keys")
@@ -103,12 +109,14 @@ class _Reader:
         described = self._entries(count, self._described, "the tensor")
         alignment = values.get(_ALIGNMENT, _DEFAULT_ALIGNMENT)
         if type(alignment) is not int or not 8 <= alignment <= 1 << 20 or alignment & (alignment - 1):
-            self._refuse(f"{_ALIGNMENT} is not a power of two from 8 on")
+            self._refuse(f"{_ALIGNMENT} is not a power of two between 8 and 2^20")
         start = -(-self._file.tell() // alignment) * alignment
         tensors = {}
         for name, (kind, shape, offset) in described.items():
             if offset % alignment or start + offset > self._size:
-                self._refuse(f"{shortened(visible(name))} begins at {offset}, which is not in the file or not aligned")
+                self._refuse(
+                    f"{shortened(visible(name))} has offset {offset}, which is outside the file or not aligned"
+                )
             tensors[name] = Described(kind, shape, start + offset)
         return GgufHeader(self._path, values, tensors, self._size)
 
@@ -117,14 +125,14 @@ class _Reader:
         for _ in range(count):
             name = self._string(GGUF_NAME_BYTES)
             if name in found:
-                self._refuse(f"{what} {shortened(visible(name))} is there twice")
+                self._refuse(f"{what} {shortened(visible(name))} occurs twice")
             found[name] = read()
         return found
 
     def _described(self) -> tuple[int, tuple[int, ...], int]:
         axes = self._number("I")
         if not 1 <= axes <= GGUF_AXES:
-            self._refuse(f"a tensor has {axes} axes; one to {GGUF_AXES} are possible")
+            self._refuse(f"a tensor has {axes} axes; 1 to {GGUF_AXES} are allowed")
         sizes = tuple(self._number("Q") for _ in range(axes))
         if not min(sizes) or math.prod(sizes) > self._size * 8:  # every type has at least one bit per value
             self._refuse(f"a tensor of {' x '.join(map(str, sizes))} values does not fit into {self._size:,} bytes")
@@ -148,7 +156,7 @@ class _Reader:
 
     def _numbers(self, kind: int) -> str:
         if kind not in _NUMBERS:  # this includes arrays of arrays, which no published file has
-            self._refuse(f"a value of type {kind}, which is not known here")
+            self._refuse(f"a metadata value has the unknown type {kind}")
         return _NUMBERS[kind]
 
     def _string(self, most: int = FILE_BYTES) -> str:
@@ -162,7 +170,7 @@ class _Reader:
 
     def _check(self, count: int, most: int, each: int, what: str) -> None:
         if count > most or count * each > self._left:
-            self._refuse(f"it says that it has {count:,} {what}, more than fit into it or than the {most:,} allowed")
+            self._refuse(f"it claims {count:,} {what}, more than fit into the file or than the limit of {most:,}")
 
     def _bytes(self, count: int) -> bytes:
         self._left -= count

@@ -17,16 +17,16 @@ from trainer.leaves.source import names_of, nested
 from trainer.ops.paths import name_of
 from trainer.runtime.storage import absolute, entries
 
-COMPOSITE = "_CHECKPOINT_METADATA"  # next to the trees of a checkpoint with several items
-_TREE = "_METADATA"  # in each tree
+COMPOSITE = "_CHECKPOINT_METADATA"  # a file next to the trees of a checkpoint with several items
+_TREE = "_METADATA"  # a file in each tree
 _CHUNK = 1 << 31  # bytes; a process that needs a slice of an array reads only the chunks that overlap it
-_TOGETHER = 1 << 25  # bytes
+_TOGETHER = 1 << 25  # bytes to buffer before a write
 
 ITEMS = "items"  # the name of the tree in a MaxText checkpoint
 
 
 def headers(path: Path) -> dict[str, Any]:
-    """Returns shape and dtype of every leaf of an Orbax tree, by the leaf's path with slashes.
+    """Returns the shape and dtype of every leaf of an Orbax tree, by the leaf's slash-separated path.
 
     Raises:
       UserError: the tree is damaged, or parts of it are missing.
@@ -50,10 +50,10 @@ def headers(path: Path) -> dict[str, Any]:
 
 
 def custom_metadata(path: Path) -> dict[str, Any]:
-    """Returns the custom metadata of the checkpoint with the Orbax tree `path`; {} if there are none.
+    """Returns the custom metadata of the checkpoint that contains the Orbax tree `path`; {} if it has none.
 
     Raises:
-      UserError: the file is damaged.
+      UserError: the metadata file is damaged.
     """
     file = path.parent / COMPOSITE
     found = read_object(file).get("custom_metadata") if file.exists() else None
@@ -61,7 +61,10 @@ def custom_metadata(path: Path) -> dict[str, Any]:
 
 
 def _address(path: Path) -> dict[str, Any]:
-    """Returns Orbax's arguments for the tree at `path`, because Orbax refuses a tree that is part of a checkpoint."""
+    """Returns the arguments with which Orbax opens the tree at `path`.
+
+    Orbax refuses the path of a tree that is part of a checkpoint; it needs the checkpoint's path and the tree's name.
+    """
     if (path / _TREE).exists() and (path.parent / COMPOSITE).exists():
         return {"path": absolute(path.parent), "checkpointable_name": path.name}
     return {"path": absolute(path)}
@@ -71,7 +74,7 @@ def readers(path: Path) -> dict[str, Callable[[], np.ndarray]]:
     """Returns, for every leaf of an Orbax tree, a function that reads it onto the host. Names are as in `headers`.
 
     Raises:
-      UserError: the tree is damaged, now or when a leaf is read.
+      UserError: the tree is damaged. The returned functions can raise it too.
     """
     from orbax.checkpoint import v1 as ocp
 
@@ -99,7 +102,7 @@ def read(path: Path, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.n
 
 
 def place(path: Path, name: str, abstract: jax.ShapeDtypeStruct) -> jax.Array:
-    """Reads one leaf with the dtype and sharding of `abstract`. Every process reads the chunks that overlap its slices.
+    """Reads one leaf with the dtype and sharding of `abstract`. Each process reads only chunks that overlap its slices.
 
     Raises:
       UserError: the leaf is damaged.
@@ -120,8 +123,8 @@ def _load(path: Path, name: str, abstract: Any) -> Any:
 def writer(path: Path, custom: Mapping[str, Any] | None = None) -> Iterator[Callable[[Mapping[str, np.ndarray]], None]]:
     """Creates a checkpoint at `path`. The yielded function adds leaves to its tree `state`.
 
-    Each call takes leaves by path with slashes. Leaves are buffered until they have _TOGETHER bytes, because each write
-    takes longer the more leaves have been written. A larger leaf is thus written immediately.
+    Each call takes leaves by slash-separated path. Leaves are buffered until they total _TOGETHER bytes, because each
+    write takes longer the more leaves the checkpoint already has.
     """
     from orbax.checkpoint import v1 as ocp
 
@@ -154,8 +157,8 @@ def _undamaged(path: Path, name: str = "") -> Iterator[None]:
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     _silence_answers()
-    # Orbax leaves behind tasks with unretrieved errors. asyncio logs these errors when it frees the tasks: immediately
-    # or, after an error, at any time until the process ends.
+    # Orbax leaves behind tasks with unretrieved errors. asyncio logs these errors when the tasks are freed. After an
+    # error, this may happen at any time until the process ends, so the filter then remains.
     tasks = logging.getLogger("asyncio")
     had_errors = _is_retrieved in tasks.filters
     tasks.addFilter(_is_retrieved)
@@ -194,10 +197,10 @@ def _silence_answers() -> None:
 
 
 def gone(folder: Any) -> UserError | None:
-    """Returns the error for a checkpoint, or a part of it, that was removed while it was read; None if it exists."""
+    """Returns the error for a checkpoint, or a part of one, that was removed while it was read; None if it exists."""
     if folder.exists():
         return None
     return UserError(
-        f"{folder} was removed while it was read, as a run removes its expired checkpoints: read a newer one, or let "
-        "the run keep more of them (max_num_checkpoints_to_keep)"
+        f"{folder} was removed while it was read, probably by a run that deletes its old checkpoints: read a newer "
+        "one, or let the run keep more (max_num_checkpoints_to_keep)"
     )

@@ -25,10 +25,10 @@ Box = tuple[slice, ...]  # a part of an array: a start and a stop for each axis
 
 # Maps canonical names such as "decoder/layers/mlp/wi_0/kernel" to shapes, with the layers axis first.
 Shapes = Mapping[str, tuple[int, ...]]
-Tick = Callable[[int], Any]  # called with the number of bytes of each part that was read
+Tick = Callable[[int], Any]  # called with the size in bytes of each part that was read
 
-_EVERY = 10.0  # seconds between two lines of progress
-_MOST_LINES = 20  # of a message
+_EVERY = 10.0  # minimum seconds between two progress lines
+_MOST_LINES = 20  # maximum number of tensors that a message lists
 # The dtypes in which tensors may be stored, by their NumPy names.
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -38,7 +38,7 @@ class Leaf:
     """One canonical array of a model's weights in a checkpoint. Its values have not been read yet.
 
     Attributes:
-      shape: canonical.
+      shape: the canonical shape.
       dtype: the stored dtype; float32 if layers are stored in several dtypes.
       parts: functions that read the values as stored: one function per layer, or one for the complete leaf.
       puts: functions that put the same parts onto devices, given a part's shape (layers first), dtype and sharding.
@@ -50,7 +50,7 @@ class Leaf:
     parts: Sequence[Callable[[], np.ndarray]]
     puts: Sequence[Callable[[jax.ShapeDtypeStruct], jax.Array]] = ()
     mixed: tuple[str, ...] = ()  # the names of the dtypes, if layers are stored in several
-    buffer: bool = False  # whether it is in `rest`, so that no export casts it
+    buffer: bool = False  # whether it is state without gradient, which no export casts
 
     @property
     def size(self) -> int:
@@ -59,7 +59,7 @@ class Leaf:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the values in `dtype`, which is never less than the stored bytes."""
+        """The number of bytes of the values in `dtype`; never less than the number of stored bytes."""
         return self.size * self.dtype.itemsize
 
     def read(self, dtype: np.dtype, tick: Tick) -> np.ndarray:
@@ -93,7 +93,7 @@ def within(box: Box, outer: Box) -> Box:
 
 
 def put_slices(read: Callable[[Box], np.ndarray], abstract: jax.ShapeDtypeStruct) -> jax.Array:
-    """Returns an array on devices. `read` reads one device's slice at a time, once for its replicas on this host."""
+    """Returns an array on devices. `read` is called once for each distinct slice that this host's devices need."""
     shape, sharding = abstract.shape, abstract.sharding
     devices: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
@@ -109,7 +109,10 @@ def put_slices(read: Callable[[Box], np.ndarray], abstract: jax.ShapeDtypeStruct
 
 
 def resharded(sharding: Any, ndim: int, change: Callable[[list[Any]], list[Any]]) -> Any:
-    """Returns the sharding, in device memory, for axes derived from `ndim` axes; `change` converts the spec."""
+    """Converts the sharding of an array with `ndim` axes to that of an array derived from it, in device memory.
+
+    `change` converts the entries of the PartitionSpec, one per axis.
+    """
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return sharding  # one device
     axes = [*sharding.spec, *[None] * (ndim - len(sharding.spec))]
@@ -128,20 +131,23 @@ class Source(Protocol):
 
     @property
     def keys(self) -> Mapping[str, Any]:
-        """The resolved model keys that the checkpoint itself states; {} if it states none."""
+        """The resolved model keys that the checkpoint itself stores; {} if it stores none."""
 
     def notes(self, config: Config) -> Sequence[str]:
         """Returns one line for each assumption made when the checkpoint is read as a model of `config`."""
 
     def held(self, config: Config, shapes: Shapes) -> Collection[str]:
-        """Returns which of the weights `shapes` of a model of `config` the checkpoint has, at least in part."""
+        """Returns the names of the weights that the checkpoint contains, at least in part.
+
+        `shapes` has all weights of a model of `config`.
+        """
 
     def leaves(self, config: Config, shapes: Shapes) -> dict[str, Leaf]:
-        """Returns the leaves that a model of the resolved `config` needs, whose weights have `shapes`, in this order.
+        """Returns a leaf for each of `shapes`, the weights of a model of the resolved `config`, in the same order.
 
         Raises:
-          UserError: lists all tensors that are missing, unexpected or have a wrong shape. The checkpoint may have more
-            multi-token prediction modules than `config`.
+          UserError: tensors are missing, unexpected or have a wrong shape; the error lists them all. The checkpoint
+            may have more multi-token prediction modules than `config`.
         """
 
 
@@ -209,14 +215,16 @@ def progress(leaves: Iterable[Leaf], label: str, say: Callable[[str], Any] = pri
 
 
 def names_of(tree: Any) -> dict[str, Any]:
-    """Returns the leaves of a nested dict by canonical name, in the dict's order. If a value is a pytree, each of its
-    leaves has a name."""
+    """Returns the leaves of a nested dict by canonical name, in the dict's order.
+
+    If a value is itself a pytree, each of its leaves has an entry.
+    """
     parts = {name: by_name(value) for name, value in _flat(tree).items()}
     return {f"{name}/{part}".rstrip("/"): leaf for name, found in parts.items() for part, leaf in found.items()}
 
 
 def filled(tree: T, flat: Mapping[str, Any]) -> T:
-    """Returns `tree` with its leaves replaced by those in `flat`, by name (`names_of`)."""
+    """Returns `tree` with each leaf replaced by the value of its name (`names_of`) in `flat`."""
     return jax.tree_util.tree_map_with_path(lambda path, _: flat[name_of(path)], tree)
 
 
@@ -235,7 +243,7 @@ def joined(params: Any, rest: Any) -> dict[str, Any]:
 
 
 def parted(weights: Any, rest: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Inverts `joined`: returns (parameters, state without gradient). `rest` has the names of the latter."""
+    """Inverts `joined`: returns (parameters, state without gradient). `rest` has the structure of this state."""
     flat, others = _flat(weights), _flat(rest).keys()
     params = {name: leaf for name, leaf in flat.items() if name not in others}
     return nested(params), nested({name: leaf for name, leaf in flat.items() if name in others})

@@ -32,7 +32,7 @@ def capturing(types: tuple[type[nnx.Variable], ...], method: str = "__call__") -
 
 
 def is_box(x: Any) -> bool:
-    """Returns whether `x` is a parameter inside the box that stores its logical axis names."""
+    """Returns whether `x` is a box: a parameter with its logical axis names."""
     return isinstance(x, linen.Partitioned)  # also true for LogicallyPartitioned
 
 

@@ -34,7 +34,7 @@ class LinenStackDecoder(Decoder):
 
     @classmethod
     def make_block(cls, config: Config, block: MakeBlock, path: str, rngs: nnx.Rngs) -> Any:
-        """See `Decoder.make_block`. Returns the variables of a Linen block."""
+        """See `Decoder.make_block`. For a Linen block, returns its variables."""
         if not is_linen(block):
             return super().make_block(config, block, path, rngs)
         x = jnp.zeros((1, 1, config.base_emb_dim), config.dtype)
@@ -48,14 +48,14 @@ class LinenStackDecoder(Decoder):
         """See `Decoder.run_block`."""
         if isinstance(held, nnx.Module):
             return super().run_block(held, x, context, types)
-        layer = make_layer(self.config, last_block(self.config)[1], "", parent=None)  # a Linen block has no products
+        layer = make_layer(self.config, last_block(self.config)[1], "", parent=None)  # no products to name
         call = functools.partial(apply_layer, layer, types)
         return run_layer(call, _variables(held), x, context, types, remat_policy(self.config))
 
     def run_layers(self, x, cache, context, types):
         """See `Decoder.run_layers`."""
         variables = _variables({stack.name: getattr(self, stack.name) for stack in stacks(self.config)})
-        stacked = Stacks(self.config, parent=None)  # never a child of a running Linen module
+        stacked = Stacks(self.config, parent=None)  # not a child of the running Linen module, if any
         return stacked.apply(variables, x, cache, context, types, method="run_layers")
 
 
@@ -65,7 +65,7 @@ def initial_decoder(config: Config) -> type[Decoder]:
 
 
 def _held(variables: Mapping[str, Any], stacks: Sequence[Stack] = ()) -> dict[str, Any]:
-    """Returns Linen variables as nested `nnx.Variable`s. `stacks`: the stacks whose parameters they contain."""
+    """Returns Linen variables as nested `nnx.Variable`s. `stacks`: the stacks in `variables`."""
     axes = {stack.name: stack.axes for stack in stacks}
 
     def held(path: Any, leaf: Any) -> Any:
@@ -81,6 +81,6 @@ def _buffer(leaf: Any) -> Buffer:
 
 
 def _variables(held: dict[str, Any]) -> dict[str, Any]:
-    """Returns the inverse of `_held`, without boxes."""
+    """Inverts `_held`, but returns values without boxes."""
     params, buffers = (nnx.to_pure_dict(part) for part in nnx.filter_state(nnx.state(held), nnx.Param, Buffer))
     return {"params": params} | ({REST: buffers} if buffers else {})

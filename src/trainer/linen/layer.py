@@ -19,7 +19,7 @@ from trainer.models.transformer import Types
 from trainer.ops.random import seed_key
 from trainer.products.context import Context
 
-# The Linen collections that a block may have; each is stacked.
+# The Linen collections that a block may have; all are stacked over layers.
 COLLECTIONS = ("params", REST)
 
 
@@ -29,8 +29,10 @@ def is_linen(block: MakeBlock) -> bool:
 
 
 def make_layer(config: Config, block: MakeBlock, path: str, **fields: Any) -> linen.Module:
-    """Returns one block, with the canonical name `path`, as a Linen module. `fields` are the fields of every Linen
-    module: name, parent."""
+    """Returns one block, with the canonical name `path`, as a Linen module.
+
+    `fields` are the fields that every Linen module has: name and parent.
+    """
     if not is_linen(block):
         return to_linen(_construct, block, config, path, **fields)
     if not issubclass(block_class(block), linen.Module):
@@ -45,7 +47,7 @@ def _construct(block: MakeBlock, config: Config, path: str, rngs: nnx.Rngs) -> n
 
 
 def check_layer(config: Config) -> None:
-    """Does the same as `models.families.check_state`, for both kinds of blocks."""
+    """Does the check of `models.families.check_state` for both NNX and Linen blocks."""
     check_state(config, subclasses=False)
     for block in filter(is_linen, blocks(stacks(config))):
         _check_linen(config, block)
@@ -53,7 +55,7 @@ def check_layer(config: Config) -> None:
 
 def _check_linen(config: Config, block: MakeBlock) -> None:
     x, ids = jnp.zeros((1, 1, config.base_emb_dim), config.dtype), jnp.zeros((1, 1), jnp.int32)
-    # With both kinds of generators: a block that draws from one either gets an error below or uses its given key.
+    # Both keys, so that `init` does not fail for lack of one: blocks may draw from a given key, but not store one.
     keys = {"params": seed_key(0), "dropout": seed_key(0)}
     args = x, None, Context(ids, ids, rows=ids[0], key=None)
     variables = dict(jax.eval_shape(lambda: make_layer(config, block, "", parent=None).init(keys, *args)))
@@ -86,10 +88,10 @@ def call_layer(
 
 
 def apply_layer(block: linen.Module, types: Types, variables: Any, *args: Any) -> tuple[Any, Sown]:
-    """Does the same as `call_layer` for `block` applied to `variables`, because the unrolled loop makes no copy.
+    """Returns the result of the unbound `block`, applied to `variables`, for `args`, and the block's sown `types`.
 
-    A Linen block sows into collections that are named like the types. It draws dropout from the layer's key, which is
-    also in the block's context (the last of `args`).
+    A Linen block sows into collections that are named after the types. It draws dropout from the layer's key, which is
+    in the context, the last of `args`.
     """
     if isinstance(block, bridge.ToLinen):
         return block.apply(variables, *args, nnx_method=capturing(types))
@@ -100,6 +102,5 @@ def apply_layer(block: linen.Module, types: Types, variables: Any, *args: Any) -
 
 
 def _last(sown: dict[str, Any]) -> dict[str, Any]:
-    """Returns the last value of each name. Linen's default `sow` collects all values of a name in a tuple, but
-    `layers.sown` keeps only the last value."""
+    """Returns the last value of each name, as `layers.sown` does; Linen's default `sow` collects all in a tuple."""
     return {path: value[-1] if isinstance(value, tuple) else value for path, value in sown.items()}

@@ -1,4 +1,4 @@
-"""The combinations that use Linen."""
+"""The combinations of model, decoder stack and train state that use Linen."""
 
 import functools
 from collections.abc import Sequence
@@ -97,7 +97,7 @@ class Linen:
         return path[:1] + path[2:] if path[0] == "rest" else path
 
     def apply(self, params, rest, *inputs, method="hidden", capture=(), **given) -> tuple[Any, Sown, Any]:
-        """See `Model.apply`. `given`: the arguments of "hidden"."""
+        """See `Model.apply`. `given`: further arguments of the method "hidden"."""
         variables = self._variables.pack({"params": params, "rest": rest})
         with tree_mode():
             if method == "head":
@@ -151,7 +151,7 @@ def _parts(variables: Any) -> tuple[Any, Any]:
 
 
 def _merged(rest: dict[str, dict]) -> dict:
-    """Merges the collections of `rest` into one tree: canonical names do not depend on a variable's type."""
+    """Merges the collections of `rest` into one tree: canonical names do not contain the collection."""
     flat = {path[1:]: leaf for path, leaf in traverse_util.flatten_dict(rest).items()}
     return traverse_util.unflatten_dict(flat)
 

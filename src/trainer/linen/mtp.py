@@ -17,7 +17,7 @@ from trainer.models.remat import remat_policy
 
 
 class MtpLayer(linen.Module):
-    """The parts of module `k`."""
+    """The parts of prediction module `k`."""
 
     config: Config
     k: int
@@ -31,7 +31,7 @@ class MtpLayer(linen.Module):
 
 
 class MtpBlock(linen.Module):
-    """All modules."""
+    """All prediction modules."""
 
     config: Config
 

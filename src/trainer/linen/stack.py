@@ -28,7 +28,7 @@ from trainer.sharding import off_mesh
 def initializing(config: Config) -> Config:
     """Returns `config` for initialization, which Linen traces with a single token.
 
-    Parameters do not depend on the attention op, but kernels refuse a length of one token.
+    The attention op is replaced, because kernels refuse a length of one token. Parameters do not depend on the op.
     """
     return Config({**config, "attention": "dot_product"})
 
@@ -92,7 +92,7 @@ class Stacks(linen.Module):
         return x, entries, sown
 
     def _applied(self, loop: Loop, x, entries):
-        # The NNX stack's loop or pipeline, over variables that linen.scan makes.
+        # Runs the loop or pipeline of an NNX stack with the variables that linen.scan created.
         stack, held = loop.stack, linen.unbox(self.variables)
         variables = [[_at(held.get(name, {}), path) for path in stack.paths] for name in COLLECTIONS]
         made = zip(stack.blocks, stack.paths, strict=True)
@@ -112,7 +112,7 @@ def init_stacks(config: Config, key: jax.Array) -> Mapping[str, Any]:
     rows = microbatches(config)  # a pipeline divides these rows
     ids, x = jnp.zeros((rows, 1), jnp.int32), jnp.zeros((rows, 1, config.base_emb_dim), config.dtype)
     context = Context(ids, ids, rows=ids[:, 0], key=None)
-    # The bridge constructs the model again within a step, with rows of one token, which the mesh cannot divide.
+    # Within a step, the bridge constructs the model again, with rows of one token, which the mesh cannot divide.
     with off_mesh():
         stacks = Stacks(initializing(config), parent=None)
         return stacks.init(key, x, None, context, (), method="run_layers")

@@ -22,9 +22,9 @@ class Command(NamedTuple):
     """The parts of a command.
 
     Attributes:
-      module: as written, such as `maxtext.trainers.pre_train.train`; "" if the command contains none.
-      environment: the assignments before the command, including `export`, except variables that its words use.
-      yml: the file in the first word; "" if that is not a file.
+      module: the module as written, such as `maxtext.trainers.pre_train.train`; "" if the command contains none.
+      environment: the variables that are exported or set before the command, except those that its words expand.
+      yml: the first word if it is a yml; otherwise "".
       words: the other words, usually key=value.
     """
 
@@ -38,7 +38,7 @@ def parse(arguments: Sequence[str]) -> Command:
     """Returns the command in `arguments`. A single argument is shell text; several arguments are the command's words.
 
     Raises:
-      UserError: there is no command, its quotes do not match, or bash would read a part of it differently.
+      UserError: there is no command, its quotes do not match, or a part of it cannot be read as bash reads it.
     """
     reader = _Reader()
     reader.read(arguments[0] if len(arguments) == 1 else " ".join(map(_in_quotes, arguments)))
@@ -52,7 +52,7 @@ class _Reader:
         self._shell = Shell()
         self._module = ""
         self._given: dict[str, str] = {}  # assignments before the module
-        self._words: list[str] = []  # the words after it; without a module, those of the last command
+        self._words: list[str] = []  # words after the module; without one, all words of the last command
         self._refused: UserError | None = None
         self._done = False
 
@@ -63,7 +63,7 @@ class _Reader:
         """Returns the parsed command.
 
         Raises:
-          UserError: there is no command, or the value of a part is not known.
+          UserError: there is no command, or the value of a part is unknown.
         """
         shell = self._shell
         values = {name: value[0] for name, value in shell.values.items() if isinstance(value, list) and value}
@@ -82,10 +82,10 @@ class _Reader:
         left = [name for name in shell.values if name not in shell.used | self._given.keys()]
         hidden = next((name for name in left if name.startswith(PREFIX) and name not in shell.exported), "")
         if hidden:
-            raise UserError(f"{hidden} is not exported, so that MaxText does not see it; write export {hidden}=...")
+            raise UserError(f"{hidden} is not exported, so MaxText does not see it; write export {hidden}=...")
         given = {name: "".join(shell.known(name)[:1]) for name in left if name in shell.exported} | self._given
         environment = {name: unquoted(text) for name, text in given.items()}
-        # A line break that was pasted as a backslash and a space leaves white space before the next word.
+        # If a pasted line break became a space after its backslash, the next word begins with white space.
         words = [unquoted(word).lstrip() for word in self._words if word.strip()]
         has_yml = bool(words) and words[0].endswith(YML_ENDINGS) and "=" not in words[0]
         return Command(self._module, environment, words[0] if has_yml else "", words[1:] if has_yml else words)
@@ -95,7 +95,10 @@ class _Reader:
         shell, used, values = self._shell, set(self._shell.used), dict(self._shell.values)
         try:
             given = {name: "".join(shell.known(name)[:1]) for name in map(shell.assign, assignments)}
-            late = {name: f"${name}: {name}= before a command is set after its words; end it with ;" for name in given}
+            late = {
+                name: f"${name}: {name}= before a command is set after its words are expanded; end it with ;"
+                for name in given
+            }
             assigned, shell.values = shell.values, {**late, **values}
             fields = [field for word in words for field in shell.fields(word)]
         except UserError as error:
@@ -146,7 +149,7 @@ def _at_module(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
 
 
 def _has_words(text: str) -> bool:
-    """Returns whether a shell splits `text` into several words; `$(python3 -m maxtext...)` is one, even unquoted."""
+    """Returns whether a shell splits `text` into several words. `$(python3 -m maxtext...)` is one, even if unquoted."""
     return len(next(commands(unquoted(text, as_code=True)))[0]) > 1
 
 
@@ -163,7 +166,7 @@ def _quoted(word: str) -> str:
 
 
 def _in_quotes(word: str) -> str:
-    """Returns `word` in double quotes, within which a shell still expands variables and commands."""
+    """Returns `word` in double quotes, in which a shell still expands variables and commands."""
     name = _ASSIGNMENT.match(word)
     at = name.end() if name and name.group().isupper() else 0
     text = word[:at] + '"'

@@ -1,7 +1,7 @@
 """Converts a MaxText command to this trainer's command, with a verdict for each key.
 
-`load` gives the same verdicts for the same words, because the same `Reader` reads each key. Only the words in
-`Facts.maxtext_words` are converted just here.
+The verdicts agree with those of `load`, because both read each key with `Reader`. Only the words in
+`Facts.maxtext_words` are converted here but not by `load`.
 """
 
 import fnmatch
@@ -59,7 +59,9 @@ _COMPILES = (COMPILE, PLAN)  # programs that read no data
 _OF_TEXT = ("tokenizer_path", "tokenizer_type", "add_bos", "add_eos")  # generation also reads them
 _EXAMPLE = re.compile(r"needs (?:\w+|files|a file), such as (\w+=\S+?)(?:;|$)")
 _LENGTH = "max_target_length="
-_OF_PAIR = "of a row, which holds both sequences of a pair: give twice the value, which is of each in MaxText"
+_OF_PAIR = (
+    "the length of both sequences of a pair together, while MaxText's is the length of each: give twice the value"
+)
 # The defaults of programs, where they differ from base.yml's.
 _DEFAULTS: dict[str, Mapping[str, Any]] = {
     SFT: SFT_DEFAULTS,
@@ -76,7 +78,7 @@ _NEEDED = {
 
 
 class Program(NamedTuple):
-    """How one of MaxText's programs is handled: `runs` is our program in its place; if empty, `why` is the reason."""
+    """How a MaxText program is handled: `runs` is our equivalent program; if that is empty, `why` is the reason."""
 
     runs: str
     why: str
@@ -108,7 +110,7 @@ class Conversion(NamedTuple):
 
 
 def program(module: str) -> Program | None:
-    """Returns how MaxText's program `module` is handled; None if there is no such program. "" is training."""
+    """Returns how MaxText's program `module` is handled; None if there is no such program. "" means training."""
     last = re.split(r"[./]", module)[-1] or "train"
     if has_variable(last):  # MaxText's scripts choose between train and train_compile
         last = "train"
@@ -124,8 +126,12 @@ def programs() -> list[str]:
 
 
 def convert(command: Command, runs: str, version: str = "") -> Conversion:
-    """Returns our command for `command`. `runs`: our program in its place, one of `SAME_WORDS`; or `EXPORT`, to check
-    the keys of a conversion. `version`: one of `version.versions()`; "" to infer it from the keys."""
+    """Returns our command for `command`.
+
+    Args:
+      runs: our equivalent program, one of `SAME_WORDS`; or `EXPORT`, to check the keys of a checkpoint conversion.
+      version: one of `version.versions()`; "" to infer it from the keys.
+    """
     found = _convert(command, runs, version)
     facts = facts_of(found.loaded.config) if found.loaded else None
     if found.loaded is None or facts is None or facts.maxtext_layers == 1:
@@ -136,7 +142,7 @@ def convert(command: Command, runs: str, version: str = "") -> Conversion:
 def _with_our_layers(
     found: Conversion, loaded: Loaded, times: int, command: Command, runs: str, version: str
 ) -> Conversion:
-    """Returns `found` with our number of layers, for a model in which MaxText counts `times` layers as one."""
+    """Returns `found` with our number of layers, for a model of which MaxText counts `times` layers as one."""
     said, source = f"layers; MaxText counts {times} of them as one", loaded.sources["base_num_decoder_layers"]
     given = [word for word in command.words if word.startswith("base_num_decoder_layers=")]
     if source.startswith("preset ") and not given:
@@ -192,7 +198,7 @@ def _convert(command: Command, runs: str, version: str) -> Conversion:
         rows, added = [*rows, *more], [*added, *of_program]
     rows = _with_preset(rows, given)
     words = [*added, *(word for row, word in written if not in_environment(row))]
-    checked = [word for word in words if is_known(word) and not word.startswith("-")]  # without questions
+    checked = [word for word in words if is_known(word) and not word.startswith("-")]  # without options such as --help
     if any(has_variable(given.get(name, "")) for name in ("dataset_type", "compile_topology")):
         checked.append(NO_DATA)
     if runs == EXPORT:
@@ -213,7 +219,7 @@ def _convert(command: Command, runs: str, version: str) -> Conversion:
 
 
 def _of_pairs(rows: Sequence[Row], in_yml: Mapping[str, str]) -> list[Row]:
-    """Returns `rows` with a row on the meaning of max_target_length for pairs, also if the yml sets it."""
+    """Returns `rows` with the meaning of max_target_length for pairs, whether the command or the yml sets it."""
     said = [f"{_LENGTH}{text}" for name, text in in_yml.items() if f"{name}=" == _LENGTH]
     return [
         *(
@@ -227,8 +233,10 @@ def _of_pairs(rows: Sequence[Row], in_yml: Mapping[str, str]) -> list[Row]:
 def _of_program(
     command: Command, method: str, own_yml: str, given: Mapping[str, str], added: Sequence[str]
 ) -> tuple[list[str], list[Row]]:
-    """Returns words and rows for values that a command of `method` implies; see `maxtext.program`. `added`: the words
-    so far."""
+    """Returns words and rows for values that a command of `method` implies; see `maxtext.program`.
+
+    `added`: the words that the conversion has added so far.
+    """
     if own_yml:
         return [], [Row(word, DIFFERS, why, "") for word, why in unsaid(own_yml, given).items()]
     words = base_words(method, {**given} | dict(word.split("=") for word in added))
@@ -243,7 +251,7 @@ def _loaded(
 ) -> tuple[Loaded | None, list[str], list[Row]]:
     """Returns the configuration or None; the problems of the whole command; and `rows` with their problems."""
     try:
-        # The command is only translated, not run.
+        # Nothing is imported, because the command is only translated, not run.
         loaded = load([yml, *words], environment=environment, imports=False, defaults=_DEFAULTS.get(runs))
     except UserError as error:
         lines = str(error).split("\n  ")
@@ -282,7 +290,7 @@ def _implied(given: Mapping[str, str], runs: str, own_yml: str) -> list[str]:
     if runs == EXPORT or (kind == "synthetic" and not without_data):
         return added
     if (kind == "hf" and not without_data) or given.get("model_name") in verdicts.table()["tokenizers"]:
-        own_type = "tokenizer_type=huggingface"  # the default of its pipeline and its presets
+        own_type = "tokenizer_type=huggingface"  # MaxText's default for its hf pipeline and for these presets
         added += [] if "tokenizer_type" in given else [own_type]
     elif "tokenizer_llama3.tiktoken" in given.get("tokenizer_path", ""):
         added.append("tokenizer_type=tiktoken")
@@ -290,8 +298,10 @@ def _implied(given: Mapping[str, str], runs: str, own_yml: str) -> list[str]:
 
 
 def preset_words(given: Mapping[str, str]) -> list[str]:
-    """Returns words for values in MaxText's preset that our preset, the published model, lacks, except for keys in
-    `given`."""
+    """Returns words for the values in which MaxText's preset differs from our preset, which is the published model.
+
+    Keys in `given` are omitted.
+    """
     words = [
         word
         for pattern, words in verdicts.table()["of_presets"].items()
@@ -302,10 +312,10 @@ def preset_words(given: Mapping[str, str]) -> list[str]:
 
 
 def _with_preset(rows: Sequence[Row], given: Mapping[str, str]) -> list[Row]:
-    """Returns `rows` with a row about the words that turn our preset into MaxText's, wherever its name comes from."""
+    """Returns `rows` with `preset_words` explained in the row of model_name, which is added if it is missing."""
     if not (words := preset_words(given)):
         return list(rows)
-    text = f"the published model, where MaxText has {' '.join(words)}; this is added, without it the published one runs"
+    text = f"the published model; MaxText's has {' '.join(words)}, added here: leave it out to run the published model"
     name = f"model_name={given['model_name']}"
     if all(row.word != name for row in rows):
         return [*rows, Row(name, DIFFERS, text, "")]
@@ -313,7 +323,7 @@ def _with_preset(rows: Sequence[Row], given: Mapping[str, str]) -> list[Row]:
 
 
 def _completed(problems: Sequence[str], given: Mapping[str, object], runs: str) -> list[str]:
-    """Returns `problems`, plus one for all values that the command omits because MaxText has defaults for them."""
+    """Returns `problems`, plus one that lists all values that the command omits because MaxText has defaults."""
     missing = [word for word in _NEEDED.get(runs, ()) if not given.get(word.partition("=")[0])]
     examples = [_EXAMPLE.search(line) for line in problems]
     others = [line for line, example in zip(problems, examples, strict=True) if example is None]
@@ -328,7 +338,7 @@ def _completed(problems: Sequence[str], given: Mapping[str, object], runs: str) 
 
 
 def _without_data(row: Row, runs: str) -> Row:
-    """Returns `row`, marked as needless if it is about data and the program `runs` reads none."""
+    """Returns `row`, marked as needless if its key is about data. The program `runs` reads no data."""
     name = row.given.partition("=")[0]
     if name == "dataset_type" or any(name in keys for keys in OWN_KEYS.values()):
         return Row(row.given, verdicts.NEEDLESS, f"{runs} reads no data", "")
@@ -342,6 +352,6 @@ def _with_effect(row: Row, loaded: Loaded, runs: str) -> Row:
     if not reason:
         return row
     of_prompts = runs == GENERATE and (name in _OF_TEXT or schema().keys[name].section == "Generation")
-    if of_prompts and reason.startswith(NO_DATA):  # words with this setting were added here
+    if of_prompts and reason.startswith(NO_DATA):  # `_implied` added NO_DATA
         return row
     return row._replace(kind=NO_EFFECT, text=reason)

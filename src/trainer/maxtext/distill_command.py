@@ -1,8 +1,9 @@
-"""Converts MaxText's commands of distillation.
+"""Converts MaxText's distillation commands.
 
-There, the student reads the yml, the command line and `student_overrides`, of which the last wins; the teacher reads
-the yml and `teacher_overrides`. Here, the student's keys are those of the command, and the teacher has the keys of its
-folder and `teacher_overrides`. Therefore the printed command contains the keys of the yml as words.
+In MaxText, the student's keys come from the yml, the command line and `student_overrides`, and the last of these wins;
+the teacher's keys come from the yml and `teacher_overrides`. In this trainer, the student's keys come from the whole
+command, and the teacher's keys from the teacher's folder and `teacher_overrides`. Therefore the printed command
+contains the keys of the yml as words.
 """
 
 import math
@@ -32,7 +33,7 @@ from trainer.maxtext.version import NO_DATA, changes, is_theirs, version_of, yml
 _METHOD, _STUDENT, _TEACHER, _PLACE = "use_distill", "student_overrides", "teacher_overrides", "load_parameters_path"
 _MODEL = "llama3.1-8b"  # the student and the teacher of MaxText's distillation.yml
 _DTYPE = "bfloat16"  # MaxText's default
-# Keys that MaxText's distillation ignores, and that are left out here.
+# Keys that MaxText's distillation ignores and our command omits.
 _IGNORED = {
     "learning_rate_schedule_steps": "MaxText's distillation ignores it; its schedules end at `steps`",
     "lr_schedule_type": "MaxText's distillation ignores it; its schedule is cosine",
@@ -41,8 +42,13 @@ _IGNORED = {
 
 
 class _Yml(NamedTuple):
-    """The yml of a command: `name` is the file of MaxText from which it is derived, `entries` its changes, and `names`
-    all of its keys."""
+    """The yml of a command.
+
+    Attributes:
+      name: the file of MaxText from which the yml is derived.
+      entries: the yml's changes to that file.
+      names: all keys of the yml.
+    """
 
     name: str
     entries: list[Entry]
@@ -50,7 +56,7 @@ class _Yml(NamedTuple):
 
 
 def converted(command: Command, version: str = "") -> Conversion:
-    """Returns our command for `command`, which distills. `version`: see `convert.convert`."""
+    """Returns our command for the distillation command `command`. `version`: see `convert.convert`."""
     yml = _read(command.yml)
     if yml is None:
         return convert(command, DISTILL, version)
@@ -123,7 +129,7 @@ def _read(yml: str) -> _Yml | None:
 
 
 def _without_overrides(words: Iterable[str], overrides: Mapping[str, dict[str, str]]) -> list[str]:
-    """Returns `words` without those of student and teacher, which are added to `overrides`."""
+    """Moves the overrides of student and teacher from `words` to `overrides`, and returns the other words."""
     others = []
     for word in words:
         name, _, text = word.partition("=")
@@ -137,7 +143,7 @@ def _without_overrides(words: Iterable[str], overrides: Mapping[str, dict[str, s
 
 
 def _items(text: str) -> dict[str, str] | None:
-    """Returns the items of a mapping in YAML's flow style; None if `text` is not one."""
+    """Returns the items of the mapping `text` in YAML's flow style; None if `text` is not a mapping."""
     try:
         node = compose(text)
     except yaml.YAMLError:
@@ -148,7 +154,7 @@ def _items(text: str) -> dict[str, str] | None:
 
 
 def _text(node: yaml.Node) -> str:
-    """Returns a value of a yml as the text of a word."""
+    """Returns a yml's value as it is written in a word."""
     return (node.value or "null") if isinstance(node, yaml.ScalarNode) else to_flow(construct(node))
 
 
@@ -169,12 +175,12 @@ def _flow(texts: Mapping[str, str]) -> str:
 def _value(name: str, text: str) -> Any:
     try:
         return read_text(schema().keys[name], text)
-    except (KeyError, ValueError):  # a row tells it
+    except (KeyError, ValueError):  # a row reports the problem
         return text
 
 
 def _of_both(name: str, text: str, loaded: Loaded | None) -> Row:
-    """Returns the verdict on a key of the teacher that has one value for teacher and student."""
+    """Returns the verdict on a key of the teacher that must have the same value for teacher and student."""
     given = f"{_TEACHER}.{name}={text}"
     why = "teacher and student have the same value"
     if loaded is None or has_variable(text) or _value(name, text) == loaded.config[name]:

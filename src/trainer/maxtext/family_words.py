@@ -1,4 +1,4 @@
-"""MaxText's words for properties that all models of a family have here, or that another word sets here."""
+"""Converts MaxText's words for properties that, in this trainer, every model of a family has or another word sets."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,7 +12,10 @@ from trainer.maxtext.shell_words import has_variable
 
 
 def of_family(rows: Sequence[Row], given: Mapping[str, str]) -> list[Row]:
-    """Returns `rows` with the verdicts of the command's family (`Facts.maxtext_words`). `given`: the command's keys."""
+    """Returns `rows` with the verdicts of the command's model family (`Facts.maxtext_words`).
+
+    `given`: the command's keys.
+    """
     block = given.get("decoder_block") or _of_preset(given.get("model_name", ""))
     facts = facts_of(Config({"decoder_block": block})) if block in families() else None
     words = facts.maxtext_words if facts else {}
@@ -39,7 +42,7 @@ def _verdict(row: Row, words: Mapping[str, str], used: Sequence[str], block: str
     if ours:
         key, _, value = ours.partition("=")
         word = f"{prefix}{key.upper() if prefix else key}={value}"
-        return Row(row.given, verdicts.RENAMED, f"{ours} says so here", word)
+        return Row(row.given, verdicts.RENAMED, f"here, this is {ours}", word)
     if ours is not None:
         return Row(row.given, verdicts.NEEDLESS, f"models of decoder_block={block} always have it", "")
     if replaced := [word for word in used if word.startswith(f"{name}=")]:

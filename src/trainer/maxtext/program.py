@@ -1,6 +1,6 @@
 """The defaults of MaxText's post-training programs, each of which has a separate yml.
 
-The `COMMANDS` add its values to maxtext.yml; see `files.POST_TRAIN`.
+Our programs in `COMMANDS` add the values of their yml to maxtext.yml; see `files.POST_TRAIN`.
 """
 
 import re
@@ -14,9 +14,9 @@ from trainer.config.maxtext import base_yml, verdicts
 from trainer.config.schema import schema
 from trainer.maxtext.command_line import as_text
 
-# The commands with defaults of their own, by their keys.
+# Our programs with special defaults, by the key that each stands for.
 COMMANDS = {"use_distill": DISTILL} | {key: name for key, (name, _) in METHODS.items()}
-# The programs of MaxText that refuse base.yml.
+# The keys of MaxText's programs that refuse base.yml.
 _WITHOUT_BASE = ("use_grpo",)
 
 
@@ -26,8 +26,8 @@ class Yml(NamedTuple):
     Attributes:
       name: its name in our command; maxtext.yml if it is an unchanged base.yml or program yml of MaxText.
       names: the keys that the file and its parents set.
-      given: the keys among them that a user set, with their texts.
-      below: the name of maxtext.yml, or of the file in its place, if that is a parent of another file.
+      given: the texts of those keys that a user changed, by key.
+      below: if the yml has the parent maxtext.yml, or a MaxText file that maxtext.yml replaces: that parent's name.
     """
 
     name: str
@@ -48,8 +48,10 @@ def program_yml(yml: str) -> str:
 
 
 def has_own_defaults(yml: Yml, named: str, method: str) -> bool:
-    """Returns whether a command of `method` has the defaults of its program's yml instead of base.yml's. `named` is the
-    file in the command, and `yml` the file that it stands for."""
+    """Returns whether a command of `method` has the defaults of its program's yml instead of base.yml's.
+
+    `named` is the yml's name in the command, and `yml` describes it (`version.yml_of`).
+    """
     of_program = not named or bool(program_yml(named)) or method in _WITHOUT_BASE
     return bool(method) and (bool(yml.below) or (yml.name == MAXTEXT_YML.name and of_program))
 
@@ -83,7 +85,7 @@ def base_words(method: str, given: Mapping[str, str]) -> list[str]:
 
 
 def own_parent(yml: Yml, method: str, runs: str, given: Mapping[str, str]) -> str:
-    """Returns a line about a yml with the parent maxtext.yml in a command of `method`."""
+    """Returns a line about a yml whose parent is maxtext.yml, in a command of `method`."""
     own = f"its parent has the values of {POST_TRAIN[method].parent.name}/{POST_TRAIN[method].name} in {runs}"
     if yml.below != MAXTEXT_YML.name or method in _WITHOUT_BASE:
         return own
@@ -99,4 +101,4 @@ def takes(method: str, runs: str) -> str:
     """Returns a line about a command of `method` without a yml."""
     path = POST_TRAIN[method]
     name = f"{path.parent.name}/{path.name}"
-    return f"without a yml MaxText takes {name} for this program; maxtext.yml has its values in {runs}"
+    return f"without a yml, MaxText uses {name} for this program; in {runs}, maxtext.yml has the values of that file"

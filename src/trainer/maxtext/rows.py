@@ -20,7 +20,7 @@ NO_EFFECT, REFUSED = "no effect", "refused"
 STOPPING = (UNKNOWN, REFUSED, verdicts.NOT_YET, verdicts.NEVER)
 # The order in which verdicts are shown: what needs attention comes first.
 KINDS = (*STOPPING, verdicts.RENAMED, DIFFERS, verdicts.NEEDLESS, NO_EFFECT, SAME)
-# Keys that restrict other keys. If the value of one is a shell variable, those cannot be checked.
+# Keys that restrict other keys. If such a key's value is a shell variable, the restricted keys cannot be checked.
 DECIDING = ("model_name", "compile_topology", "decoder_block", "dataset_type")
 
 
@@ -28,10 +28,10 @@ class Row(NamedTuple):
     """The verdict on one key.
 
     Attributes:
-      given: as written: KEY=VALUE or M_KEY=VALUE.
+      given: the word as written: KEY=VALUE or M_KEY=VALUE.
       kind: one of `KINDS`.
       text: the reason, or the difference.
-      word: what to write instead; "" to leave it out.
+      word: the word to write instead; "" to leave the key out.
       problem: the message with which `load` rejects the key; "" if it accepts it.
     """
 
@@ -49,7 +49,7 @@ def by_kind(rows: Iterable[Row]) -> dict[str, list[Row]]:
 
 
 def verdict_on(name: str, text: str, given: str, variable: str = "") -> Row:
-    """Returns the verdict on the word `given`, or on the key `name` that is given as an environment variable."""
+    """Returns the verdict on the word `given`. `variable`: the environment variable, if one sets the key `name`."""
     reader, where = Reader(schema()), f"{ENVIRONMENT}{variable}" if variable else COMMAND_LINE
     shape = malformed(reader, name, "=" in given, text)
     if shape and name.lstrip("-").replace("-", "_") in schema().keys and "=" in given:
@@ -93,7 +93,7 @@ def _meaning(name: str, text: str) -> str:
 
 
 def refused(row: Row, problems: Sequence[str]) -> Row:
-    """Returns `row` with the first of `problems`, those of the whole configuration, that is about the row's key."""
+    """Returns `row` with the first problem about its key. `problems`: the problems of the whole configuration."""
     if row.problem or not row.word:
         return row
     name = row.word.partition("=")[0]
@@ -111,7 +111,7 @@ def in_environment(row: Row) -> bool:
 
 
 def is_known(word: str) -> bool:
-    """Returns whether the value in a word, KEY=VALUE, can be checked: no shell variable, or any text is valid."""
+    """Returns whether a word's value can be checked: it has no shell variable, or the key accepts any text."""
     name, _, text = word.partition("=")
     return not has_variable(text) or (name not in DECIDING and _is_text(name))
 

@@ -1,5 +1,7 @@
-"""Expands variables, arrays and arithmetic in the words of commands as bash does. Parts that only a running shell can
-expand stay unchanged; parts that would be misread are refused, and the message names them."""
+"""Expands variables, arrays and arithmetic in the words of commands as bash does.
+
+Parts that only a running shell can expand remain unchanged. Parts that would be misread raise a UserError.
+"""
 
 import ast
 import operator
@@ -28,16 +30,16 @@ _ROUNDED = {ast.Div: operator.floordiv, ast.Mod: operator.mod}  # a shell rounds
 def _check_next_line(ends: str, words: Sequence[Word]) -> None:
     """Refuses NAME=VALUE on the line after a command, because a shell reads it as a separate command."""
     if ends == "\n" and words and all(ASSIGNED.match(word.bare) for word in words):
-        raise UserError(f"{shortened(words[0].source)}: the line before it has to end with a backslash")
+        raise UserError(f"{shortened(words[0].source)}: the previous line must end with a backslash")
 
 
 class Shell:
     """The variables of a shell.
 
     Attributes:
-      values: each is an array (a scalar is an array of one), or the reason why it is not known.
-      exported: the names of variables in the environment of commands.
-      used: the names of variables that commands' words contain.
+      values: each variable's array (a scalar is an array of one element), or why its value is unknown.
+      exported: the names of exported variables.
+      used: the names of variables that were expanded in the words of commands.
     """
 
     def __init__(self) -> None:
@@ -46,11 +48,13 @@ class Shell:
         self.used: set[str] = set()
 
     def run(self, text: str, command: Callable[[Sequence[Word], Sequence[Word]], bool]) -> bool:
-        """Sets the variables that `text` assigns, and calls `command` for each other command, with the assignments
-        before the command and its words, until `command` returns True. Returns whether it did.
+        """Sets the variables that `text` assigns, and calls `command` for each other command until it returns True.
+
+        `command` receives the assignments before the command, and the command's words. Returns whether it returned
+        True.
 
         Raises:
-          UserError: like `commands`.
+          UserError: see `commands`.
         """
         blocks: list[str] = []  # the keyword or bracket that closes each open block
         before, risky = "", False
@@ -81,7 +85,7 @@ class Shell:
         return False
 
     def _inside(self, words: list[Word], blocks: list[str]) -> list[Word]:
-        """Returns the words after keywords of conditions and loops, which open and close `blocks`."""
+        """Returns the words after keywords of conditions and loops. These keywords open and close `blocks`."""
         while words and (word := words[0].bare) in _BEFORE:
             words = words[1:]
             if word in _OPENING:
@@ -99,7 +103,7 @@ class Shell:
             return {self.assign(word) for word in words}
         name, rest = words[0].bare, words[1:]
         if element := _ELEMENT.match(name):
-            self.values[element[1]] = f"${element[1]}: an element of it is set alone; write its value"
+            self.values[element[1]] = f"${element[1]}: one of its elements is set separately; write the whole value"
             return set()
         if name not in _DECLARING | _SETTING:
             return None
@@ -124,7 +128,7 @@ class Shell:
         assert found
         name, more = found.groups()
         if name == "IFS":
-            raise UserError("IFS: another separator of words is not read; write the words themselves")
+            raise UserError("IFS: setting the word separator is not supported; write the words themselves")
         used = set(self.used)
         try:
             old = self.known(name) if more and name in self.values else []
@@ -143,7 +147,7 @@ class Shell:
         """Returns the value of a variable.
 
         Raises:
-          UserError: it is not known.
+          UserError: the value is unknown.
         """
         value = self.values[name]
         if isinstance(value, str):
@@ -154,11 +158,13 @@ class Shell:
         """Returns the words into which a shell expands `word`; with `split=False`, a single word.
 
         Raises:
-          UserError: the expansion is not known here.
+          UserError: the expansion is unknown or not supported.
         """
         shape = "".join("x" if piece.quoted or piece.expands else piece.text for piece in word.pieces)
         if split and _BRACES.search(shape):
-            raise UserError(f"{shortened(word.source)}: a shell makes several words of it; quote it, or write them")
+            raise UserError(
+                f"{shortened(word.source)}: a shell expands it to several words; quote it, or write the words"
+            )
         done: list[str] = []
         current: str | None = None
         for piece in word.pieces:
@@ -175,7 +181,7 @@ class Shell:
                         current = (current or "") + bit
                     replaced = not whole and (known or not piece.expands)
                     if replaced and re.search("[*?]", bit) and "=" not in (current or ""):
-                        raise UserError(f"{shortened(bit)}: files that only a shell finds; write their names")
+                        raise UserError(f"{shortened(bit)}: only a shell can list these files; write their names")
         return done if current is None else [*done, current]
 
     def _expanded(self, piece: Piece) -> tuple[list[str], bool]:
@@ -187,7 +193,9 @@ class Shell:
         if not found or name not in self.values:
             known = [it for it in _NAME.findall(piece.text[1:]) if it in self.values]
             if known and (not found or found.group(5)):
-                raise UserError(f"{shortened(piece.text)}: not read here, and it reads {known[0]}; write its value")
+                raise UserError(
+                    f"{shortened(piece.text)}: this expansion of {known[0]} is not supported; write its value"
+                )
             return [piece.text], False
         values, index, otherwise = self.known(name), found.group(3), found.group(4) or ""
         self.used.add(name)
@@ -198,7 +206,7 @@ class Shell:
         if otherwise == ":-" and not any(values):
             values = [found.group(5)]
             if not _SIMPLE.fullmatch(values[0]):
-                raise UserError(f"{shortened(piece.text)}: not read here; write its value")
+                raise UserError(f"{shortened(piece.text)}: this expansion is not supported; write its value")
         return values, True
 
     def _computed(self, found: re.Match[str]) -> tuple[list[str], bool]:

@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 from trainer.config.errors import UserError, shortened
 
-_DOLLAR, _TICK = "\ue000", "\ue001"  # a dollar sign and a backtick that quotes make literal; see `unquoted`
+_DOLLAR, _TICK = "\ue000", "\ue001"  # stand for a $ and a backtick that quotes make literal; see `unquoted`
 _OPERATOR = re.compile(r"\n|&&|\|\||;;|;|&(?!>)|[|()]")
 _REDIRECTION = re.compile(r"(?:\d+|&)?(?:>>|>&|>\||<&|[<>])")
-_EXPANDS = r"[\w{(@*#?!$-]"  # the letter after a dollar sign that begins an expansion
-_NOT_READ = re.compile(r"<<-?|[<>]\(|<[A-Za-z][^<>\n]*>")  # here-documents, processes as files, placeholders
+_EXPANDS = r"[\w{(@*#?!$-]"  # the character after a dollar sign that starts an expansion
+_NOT_READ = re.compile(r"<<-?|[<>]\(|<[A-Za-z][^<>\n]*>")  # here-documents, process substitutions, placeholders
 ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _BLANKS = re.compile(r"[ \t\n]+")
 _PLAIN = re.compile(r"[^ \t\n'\"\\$`;&|()<>]+")
@@ -19,7 +19,7 @@ _PAIRS = {"$(": "()", "${": "{}"}
 
 
 class Piece(NamedTuple):
-    """A part of a word. `expands`: it begins with a dollar sign or a backtick, and a shell expands it."""
+    """A part of a word. `expands`: whether a shell expands it; it then begins with a dollar sign or a backtick."""
 
     text: str
     quoted: bool = False
@@ -27,7 +27,7 @@ class Piece(NamedTuple):
 
 
 class Word(NamedTuple):
-    """A word. `items`: for an array NAME=(WORDS), its words, and `pieces` contain the name; None for other words."""
+    """A word. For an array NAME=(WORDS), `pieces` contain the name, and `items` are the words; else `items` is None."""
 
     pieces: list[Piece]
     items: "list[Word] | None" = None
@@ -49,7 +49,7 @@ def commands(text: str) -> Iterator[tuple[list[Word], str]]:
     Raises:
       UserError: quotes or brackets do not match; or there is a here-document, $'...', or a placeholder like <NAME>.
     """
-    # A backslash followed by blanks also continues the line: the blanks come from pasting.
+    # A backslash followed by blanks also continues the line, because pasting can add blanks.
     text = re.sub(r"\\[ \t]*\n", "", text.replace("\r\n", "\n"))
     words: list[Word] = []
     at, redirected = 0, False
@@ -73,7 +73,7 @@ def commands(text: str) -> Iterator[tuple[list[Word], str]]:
 
 
 def _word(text: str, at: int) -> tuple[Word, int]:
-    """Returns the word that begins at `at`, and where it ends."""
+    """Returns the word that begins at `at`, and its end."""
     pieces: list[Piece] = []
     while at < len(text):
         letter = text[at]
@@ -94,7 +94,7 @@ def _word(text: str, at: int) -> tuple[Word, int]:
         elif letter in "$`":
             end = end_of_expansion(text, at)
             if text[at : at + 2] in ("$'", '$"'):
-                raise UserError(f"{shortened(text[at:])}: $ before quotes is not read; write the value")
+                raise UserError(f"{shortened(text[at:])}: $ before quotes is not supported; write the value")
             pieces.append(Piece(text[at:end], expands=end > at + 1) if end > at else Piece(letter))
             at = max(end, at + 1)
         elif letter == "(" and len(pieces) == 1 and ASSIGNED.fullmatch(Word(pieces).bare):
@@ -132,7 +132,7 @@ def _as_text(quoted: str) -> str:
 
 
 def has_variable(text: str) -> bool:
-    """Returns whether a shell would expand a part of `text`, so that its value is not known here."""
+    """Returns whether a part of `text` is unknown because only a shell can expand it."""
     return bool(re.search(rf"\${_EXPANDS}|`", text))
 
 
@@ -140,11 +140,11 @@ def unquoted(field: str, as_code: bool = False) -> str:
     """Returns a field of `Shell.fields` as plain text, or as code for another shell.
 
     Raises:
-      UserError: it contains an expansion that quotes make literal, which unquoted text cannot represent.
+      UserError: quotes make an expansion in the field literal, which plain text without quotes cannot represent.
     """
     text = field.replace(_DOLLAR, "$").replace(_TICK, "`")
     if not as_code and re.search(_DOLLAR + _EXPANDS + "|" + _TICK, field):
-        raise UserError(f"{shortened(text)}: quotes keep a shell from replacing a part of it, which is not read here")
+        raise UserError(f"{shortened(text)}: quotes make a $ or backtick in it literal, which is not supported")
     return text
 
 
@@ -213,4 +213,4 @@ class Unfinished(UserError):
 
 
 def _unmatched(text: str, at: int) -> Unfinished:
-    return Unfinished(f"{shortened(text[at:])}: not a command of a shell: {text[at]} is not closed")
+    return Unfinished(f"{shortened(text[at:])}: not a shell command: {text[at]} is not closed")

@@ -1,4 +1,4 @@
-"""Converts a command of one of MaxText's tools to a command with other words: `trainer.export`, `trainer.inspect`."""
+"""Converts a command of one of MaxText's tools to `trainer.export` or `trainer.inspect`, which have different words."""
 
 import itertools
 import re
@@ -21,20 +21,22 @@ from trainer.maxtext.shell_words import has_variable
 
 
 def converted(command: Command, runs: str, version: str = "") -> Conversion:
-    """Returns our command for `command`. `runs`: our program in its place, or our complete command. `version`: see
-    `convert`."""
+    """Returns our command for `command`. `runs`: our equivalent program, or a template of our complete command.
+
+    `version`: see `convert`.
+    """
     if runs == DISTILL:
         return distill_command.converted(command, version)
     return convert(command, runs, version) if runs in SAME_WORDS else _filled(command, runs)
 
 
 def _filled(command: Command, template: str) -> Conversion:
-    """Fills MaxText's values into the command `template`. Placeholders without a value become capitals."""
+    """Fills MaxText's values into the command `template`. Placeholders without a value become names in capitals."""
     # trainer.export does not read the environment.
     known, _ = variables(command.environment)
     command = command._replace(words=[*command.words, *(f"{name}={text}" for name, (_, text) in known.items())])
     given = {name.lstrip("-"): text for name, _, text in (word.partition("=") for word in command.words)}
-    # MaxText's tools also take options whose value is the next word.
+    # MaxText's tools also accept options whose value is the next word.
     given |= {name[2:]: text for name, text in itertools.pairwise(command.words) if re.fullmatch(r"--\w+", name)}
     lacking: list[str] = []
 
@@ -87,7 +89,7 @@ def _model_words(made: Conversion, preset: str, given: Mapping[str, str]) -> lis
         wanted += [
             key for key in [*others, *sizes] if of_parameters(key) and no_effect_of(made.loaded.config, key) is None
         ]
-        # MaxText's tools write the published config.json whatever the preset has; only sizes must be the preset's.
+        # MaxText's tools write the published config.json regardless of the preset; only sizes must match the preset.
         wanted += [name for word in preset_words(given) if (name := word.partition("=")[0]) == "vocab_size"]
     words = [f"model_name={preset}"] if preset not in ("", "default") else []
     for key in dict.fromkeys(wanted):

@@ -1,6 +1,7 @@
 """Models: the transformer, and a folder for each family.
 
-In each folder, `facts.py` declares what the configuration stage reads, without JAX; `family.py` declares the rest.
+In each folder, `facts.py` declares the properties that the configuration stage needs, without importing JAX;
+`family.py` declares all others.
 """
 
 # Maps decoder_block to the facts of its family. Nothing outside of this package names a family.

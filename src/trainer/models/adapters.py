@@ -1,4 +1,4 @@
-"""Which products of a model have low-rank adapters (the keys of LoRA)."""
+"""Low-rank adapters (LoRA): which products of a model have them, and how they are merged into its parameters."""
 
 import functools
 import re
@@ -23,7 +23,7 @@ from trainer.products.plain import GroupedProduct, Kernel, Product, Rules, make_
 
 
 def storage_of_base(config: Config) -> Storage:
-    """Returns how matrices with an adapter are stored under QLoRA."""
+    """Returns the storage format of matrices with an adapter under QLoRA."""
     return Storage(STORED_DTYPES[config.lora_weight_qtype], (config.lora_tile_size, 1))
 
 
@@ -50,8 +50,8 @@ def _adapted(config: Config, rules: Rules, kernel: Kernel, *, rngs: nnx.Rngs) ->
     if config.lora_weight_qtype and not config.checkpoint_is_quantized:
         if make is not make_plain:
             raise UserError(
-                f"lora_weight_qtype={config.lora_weight_qtype}: {kernel.name} has a product of its own, which "
-                "is not quantized"
+                f"lora_weight_qtype={config.lora_weight_qtype}: {kernel.name} has a custom product, which "
+                "cannot be quantized"
             )
         make = functools.partial(dequantized, storage_of_base(config))
     inner = make(kernel, rngs=rngs)
@@ -84,7 +84,7 @@ def adapter_names(kernel: str) -> tuple[str, str]:
 def apply_lora_on_base_params(
     base_params: Mapping[str, Any], lora_params: Mapping[str, Any], lora_scale_factor: float = 1.0
 ) -> dict[str, Any]:
-    """Returns `base_params` with adapters added to their matrices in float32, rounded to the matrix's dtype.
+    """Returns `base_params` with each adapter added to its matrix in float32 and rounded to the matrix's dtype.
 
     Args:
       base_params: a nested dict of canonical names. Its arrays are not modified.
@@ -105,12 +105,17 @@ def unapply_lora_from_base_params(
     *,
     kept: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Inverts `apply_lora_on_base_params` up to rounding; see there for arguments. Parameters in `kept`, such as the
-    original base, are returned exactly."""
+    """Inverts `apply_lora_on_base_params`, with the same arguments, up to rounding.
+
+    Parameters in `kept`, which may be the original base, are returned exactly.
+
+    Raises:
+      UserError: as in `apply_lora_on_base_params`, or `kept` lacks a parameter that was replaced.
+    """
     adapters = {name: leaf for name, leaf in _flat(lora_params).items() if ADAPTER.search(name)}
     before = _flat(kept or {})
     if lost := [name for name in _flat(lora_params).keys() - adapters.keys() if name not in before]:
-        raise UserError(f"{min(lost)} was replaced, so `kept` must have it")
+        raise UserError(f"{min(lost)} was replaced, so `kept` must contain it")
     found = _flat(_changed(base_params, _nested(adapters), -lora_scale_factor))
     return _nested({name: before.get(name, leaf) for name, leaf in found.items()})
 

@@ -15,14 +15,14 @@ from trainer.ops.scaled import Scaled, scaled
 from trainer.sharding import Axes
 
 DTYPES = {"int8": "int8", "fp8": "float8_e4m3fn"}
-PLACES = "activation_kv_length"  # the axis of a cache with an entry for each position
+PLACES = "activation_kv_length"  # the cache axis with one entry per position
 
 
 def init_cache(config: Config, rows: int, length: int) -> Cache:
     """Returns empty caches for all layers, for `rows` rows of up to `length` positions.
 
-    The caches are stacked if the loop over layers is rolled. An unrolled loop uses `Layers`, because it would copy a
-    layer's cache before reading it from a stacked array.
+    The caches are stacked if the loop over layers is rolled. An unrolled loop has separate arrays
+    (`Layers`), because reading a layer's cache from a stacked array would copy it.
     """
 
     def empty(block: Any, count: int) -> Any:
@@ -53,7 +53,7 @@ def cache_axes(config: Config) -> Any:
             if not shared:
                 return stacked
             scale = Axes(None if axis - len(stacked) in shared else name for axis, name in enumerate(stacked))
-            return Scaled(stacked, scale)  # type: ignore[arg-type]  # in place of arrays
+            return Scaled(stacked, scale)  # type: ignore[arg-type]  # contains axes instead of arrays
 
         one = jax.tree.map(held, _names(block), _shapes(block, 1), is_leaf=_is_axes)
         return one if config.scan_layers else Layers([one] * count)
@@ -62,9 +62,11 @@ def cache_axes(config: Config) -> Any:
 
 
 def packs_rows(config: Config) -> bool:
-    """Returns whether the prompts of several cache rows may share a row of tokens. Each entry of a cache then belongs
-    to a position, or the block's attribute `packs_rows` is true: with `Cache.rows`, it returns the state of each cache
-    row."""
+    """Returns whether the prompts of several cache rows may share a row of tokens.
+
+    In each block, every cache entry must then belong to a position, or the attribute `packs_rows` must be true: given
+    `Cache.rows`, such a block returns the state of each cache row.
+    """
 
     def packs(block: Any, count: int) -> bool:
         del count
@@ -75,8 +77,10 @@ def packs_rows(config: Config) -> bool:
 
 
 def _shared(config: Config, names: Axes, array: Any) -> list[int]:
-    """Returns the axes, counted from the last, along which a cache's array shares one scale. Returns [] if the array is
-    not quantized, that is, for state without positions and for a single number per position."""
+    """Returns the axes, as negative indices, along which the entries of a cache's array share one scale.
+
+    Returns [] for an array that is not quantized: state without positions, or a single number per position.
+    """
     if not config.quantize_kvcache or PLACES not in names or not jnp.issubdtype(array.dtype, jnp.floating):
         return []
     of_token = range(-1, names.index(PLACES) - array.ndim, -1)
@@ -106,7 +110,7 @@ def _cache_names(array: jax.ShapeDtypeStruct, longer: jax.ShapeDtypeStruct) -> A
 
 
 def _of_blocks(config: Config, value: Callable[[Any, int], Any]) -> dict[str, list[Any]]:
-    """Returns `value(block, count)` for each stack's blocks, which are modules of abstract arrays."""
+    """Returns `value(block, count)` for each stack's blocks, constructed with abstract arrays."""
 
     def shapes(block: MakeBlock) -> Any:
         return nnx.eval_shape(lambda: block(config, nnx.Rngs(0)))

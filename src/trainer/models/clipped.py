@@ -18,11 +18,11 @@ STATEMENT = "logit_factors"
 def clipped_layers(config: Config) -> dict[str, Clipped]:
     """Returns the layers of the model that define `logit_factors`, by the canonical path of their parameters.
 
-    Searches all blocks of the model. Linen blocks are searched in the stacks and in the modules of multi-token
-    prediction. The arrays of the layers are abstract. Call this in tree mode.
+    If all blocks are NNX modules, the whole model is searched; otherwise, only the blocks of the stacks and of
+    multi-token prediction are searched. The arrays of the returned layers are abstract. Call this in tree mode.
 
     Raises:
-      UserError: a block of a stack has no such layer and does not set `logit_factors = None`.
+      UserError: a block has no such layer and does not set `logit_factors = None`, or the model has no such layer.
     """
     declared = {
         f"decoder/{path}": block
@@ -57,12 +57,12 @@ def clipped_layers(config: Config) -> dict[str, Clipped]:
 def _in_block(config: Config, block: MakeBlock, path: str) -> dict[str, Clipped]:
     if issubclass(block_class(block), nnx.Module):
         return _stating(nnx.eval_shape(lambda: block(config, nnx.Rngs(params=0))), path)
-    made = block(config)  # a module without parameters: a Linen block keeps them elsewhere
+    made = block(config)  # has no parameters, because Linen stores them outside of the module
     return {path: made} if _states(made) else {}
 
 
 def _stating(module: nnx.Module, path: str) -> dict[str, Clipped]:
-    """Returns the layers of `module`, at `path`, that define factors. If they are nested, only the outermost counts."""
+    """Returns the layers of `module`, at `path`, that define `logit_factors`; of nested layers, only the outermost."""
     found: dict[str, Clipped] = {}
     for below, layer in sorted(nnx.iter_modules(module), key=lambda item: len(item[0])):
         name = "/".join(filter(None, (path, *map(str, below))))

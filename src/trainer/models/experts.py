@@ -26,7 +26,7 @@ class ExpertBlock(llama2.Block):
     Dropout is as in Llama's block, but hidden units have no dropout.
     """
 
-    NAME: ClassVar[str]  # MaxText's name of the layer, and therefore the prefix of its parameters
+    NAME: ClassVar[str]  # MaxText's name for the layer, and thus the prefix of its parameters
     WEIGHS_INPUTS: ClassVar[bool] = False  # see `MoE`
 
     @staticmethod
@@ -41,7 +41,7 @@ class ExpertBlock(llama2.Block):
         """Makes the layer, called as `layer(x, context)`. `given`: arguments of `MoE` that `config` does not determine.
 
         Raises:
-          UserError: the width of an expert is missing. If a family's `Facts` need the width, they report this earlier.
+          UserError: the width of an expert is missing. A family whose `Facts` require the width reports this earlier.
         """
         if config.base_moe_mlp_dim == -1:
             raise UserError("base_moe_mlp_dim=-1: the hidden width of an expert is missing")
@@ -84,8 +84,10 @@ class SharedExpertBlock(ExpertBlock):
 
 
 def stack_of(config: Config, name: str, dense: MakeBlock, sparse: MakeBlock, layers: int) -> Stack:
-    """Returns the stack `name` of `layers` layers, with a repeated pattern of blocks (`layers.stack.Stack`): every
-    `interleave_moe_layer_step`-th is `sparse`, the others are `dense`."""
+    """Returns a stack of `layers` layers, named `name`.
+
+    Every `interleave_moe_layer_step`-th block is `sparse`, and the others are `dense`.
+    """
     step = config.interleave_moe_layer_step
     return Stack(name, (dense,) * (step - 1) + (sparse,), layers // step)
 
@@ -107,7 +109,10 @@ def layouts(name: str, router: str, gate: str, up: str, down: str) -> dict[str, 
 
 
 def layouts_in_gguf(own: str, end: str = "", file: str = "weight") -> dict[str, Layout]:
-    """Returns the GGUF layouts of the expert matrices in the layer `own`, by canonical name. Each of gate, up and down
-    is one tensor of all experts. `end`, `file`: the ends of our names and of the tensors' names."""
+    """Returns the GGUF layouts of the expert matrices in the layer `own`, by canonical name.
+
+    Each of gate, up and down is one tensor for all experts. `end` is the suffix of our names, and `file` that of the
+    tensors' names.
+    """
     each, names = f"model.layers.{{}}.mlp.experts.{EXPERT}.", {"wi_0": "gate", "wi_1": "up", "wo": "down"}
     return {f"{own}/{name}{end}": Layout(f"{each}{it}_proj.{file}", inputs=int(not end)) for name, it in names.items()}

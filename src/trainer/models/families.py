@@ -54,7 +54,7 @@ def leading_axes(stacks: Sequence[Stack], name: str) -> tuple[str, ...]:
 
 
 def family(decoder_block: str) -> Family:
-    """Returns the family with that name or import path.
+    """Returns the family with the name or import path `decoder_block`.
 
     Raises:
       UserError: there is no such family.
@@ -65,15 +65,16 @@ def family(decoder_block: str) -> Family:
     if isinstance(found, type):
         return Family(lambda config: [Stack("layers", (found,), config.base_num_decoder_layers)])
     if not isinstance(found, Family):
-        raise UserError(f"decoder_block={decoder_block}: this is neither a block class nor a Family, nor its Facts")
+        raise UserError(f"decoder_block={decoder_block}: this is not a block class, a Family, or the Facts of a family")
     return found
 
 
 def loads_from(decoder_block: str, trained: str) -> bool:
-    """Returns whether a family may load parameters that were trained under the family `trained`.
+    """Returns whether a family may load parameters that were trained with the family `trained`.
 
-    Within this package, both must declare the same stacks, norm, products and embedding scale, so that both give the
-    same output for the same keys. A user's family may load from any family, and a user's `trained` is not imported.
+    Within this package, both families must declare the same stacks, norm, products and embedding scale, so that the
+    same keys produce the same output. A user's family may load from any family. A family of this package may not load
+    from a user's family, which is thus not imported.
     """
     if not {decoder_block, trained} <= FAMILIES.keys():
         return decoder_block not in FAMILIES
@@ -82,7 +83,7 @@ def loads_from(decoder_block: str, trained: str) -> bool:
 
 
 def with_products(config: Config, path: str, module: Any, rngs: nnx.Rngs) -> Any:
-    """Returns `module`, whose canonical name is `path`, with the products that its family or the keys choose."""
+    """Returns `module`, whose canonical name is `path`, with the products that its family or `config` chooses."""
     return choose_products(module, path, product_rules(config), rngs)
 
 
@@ -92,18 +93,20 @@ def product_rules(config: Config) -> Rules:
 
 
 def unmasked_rules(config: Config) -> Rules:
-    """Returns the rules for products: the family's, then those of quantization or of `batch_invariant`."""
+    """Returns the rules for products: the family's, then quantization's; with `batch_invariant`, only its rule."""
     own = family(config.decoder_block).products(config)
     if own and config.batch_invariant:
         raise UserError(
-            f"batch_invariant=true: decoder_block={config.decoder_block} has products of its own, of unknown bits"
+            f"batch_invariant=true: decoder_block={config.decoder_block} has custom products, which may not be "
+            "batch-invariant"
         )
     return [("", make_wide)] if config.batch_invariant else [*own, *quantization_rules(config)]
 
 
 def check_products(config: Config, names: Sequence[str]) -> None:
-    """Refuses the family's rules for products that match none of `names`, the names of the model's arrays. A parameter
-    may be a pytree of several arrays.
+    """Checks that each of the family's rules for products matches a parameter.
+
+    `names` are the names of the model's arrays. A parameter may be a pytree of several arrays.
 
     Raises:
       UserError: a rule matches no parameter; the message names all such rules.
@@ -118,7 +121,7 @@ def check_products(config: Config, names: Sequence[str]) -> None:
 
 
 def hugging_face(config: Config, decoder_block: str = "") -> HuggingFace:
-    """Returns the family's Hugging Face declaration that represents `config`, or comes closest.
+    """Returns the family's Hugging Face declaration that represents `config` exactly or most closely.
 
     Args:
       decoder_block: the family; by default the family of `config`.
@@ -174,7 +177,7 @@ def maxtext(decoder_block: str) -> MaxText:
 
 
 def stacks(config: Config) -> tuple[Stack, ...]:
-    """Returns the non-empty stacks of the decoder of `config`, which is resolved.
+    """Returns the non-empty stacks of the decoder of the resolved `config`.
 
     Raises:
       UserError: the stacks or their blocks are invalid.
@@ -189,13 +192,13 @@ def stacks(config: Config) -> tuple[Stack, ...]:
     names = [stack.name for stack in found]
     if not names or len(set(names)) < len(names):
         raise UserError(
-            f"decoder_block={name}: a decoder has at least one stack, and their names differ; found: "
+            f"decoder_block={name}: a decoder needs at least one stack, and stack names must be unique; found: "
             f"{', '.join(names) or 'none'}"
         )
     if taken := [stack for stack in names if stack in RESERVED or not stack.isidentifier()]:
         raise UserError(
-            f"decoder_block={name}: a stack cannot be named {', '.join(map(repr, taken))}: it is not an identifier, or "
-            "a decoder uses the name itself"
+            f"decoder_block={name}: a stack cannot be named {', '.join(map(repr, taken))}: the name is not an "
+            "identifier, or the decoder uses it"
         )
     for block in blocks(found):
         made = block_class(block)
@@ -228,7 +231,7 @@ def block_class(block: MakeBlock) -> Any:
 
 
 def axis_rules(config: Config) -> dict[str, tuple[str, ...]]:
-    """Returns the mesh axes of each logical axis, by the rules of the configuration and the rules that the family adds.
+    """Returns the mesh axes of each logical axis, by the rules of the configuration and of the family.
 
     Raises:
       UserError: a rule of the family is invalid, or the configuration already has a rule for its axis.
@@ -239,7 +242,7 @@ def axis_rules(config: Config) -> dict[str, tuple[str, ...]]:
         raise UserError(f"decoder_block={block}: its axes {', '.join(known)} already have rules in logical_axis_rules")
     _, problems = read_rules([[name, list(a) if isinstance(a, tuple) else a] for name, a in own.items()], own)
     if problems:
-        raise UserError("\n  ".join([f"decoder_block={block}: rules of its own axes:", *problems]))
+        raise UserError("\n  ".join([f"decoder_block={block}: invalid rules for the family's axes:", *problems]))
     return make_rules(own.items()) | rules
 
 
@@ -263,7 +266,8 @@ def place(stacks: Sequence[Stack], name: str) -> Place | None:
     """Returns the location of an array in the stacks; None if it is outside of them.
 
     Args:
-      name: canonical, with or without a prefix: decoder/layers/mlp/wo/kernel, 0/mu/decoder/layers/mlp/wo/kernel.
+      name: the canonical name, with or without a prefix, such as decoder/layers/mlp/wo/kernel or
+        0/mu/decoder/layers/mlp/wo/kernel.
     """
     first = 0
     for stack in stacks:
@@ -286,12 +290,12 @@ def check_calls(block: MakeBlock, made_of: Sequence[str], name: str) -> None:
     """Checks that a block can be constructed with the arguments `made_of` and called with (x, cache, context).
 
     Raises:
-      UserError: it cannot; the message names the decoder_block `name`.
+      UserError: the block cannot. The message names the decoder_block `name`.
     """
     found = block_class(block)
     given = functools.partial(block)  # a partial of a partial is flattened
     if inspect.isabstract(found):
-        raise UserError(f"decoder_block={name}: the class {found.__name__} is abstract; give one that can be made")
+        raise UserError(f"decoder_block={name}: the class {found.__name__} is abstract; give a concrete class")
     for method, arguments in {"__init__": made_of, "__call__": _ARGUMENTS}.items():
         # getattr would also find the metaclass's __call__, and a metaclass hides the class's signature.
         fn = next((vars(base)[method] for base in found.__mro__ if method in vars(base)), None)

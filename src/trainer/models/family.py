@@ -12,14 +12,14 @@ from trainer.products.plain import Rules
 
 
 class Named(NamedTuple):
-    """MaxText's names of a parameter of a stack.
+    """MaxText's array names for a parameter of a stack.
 
     Attributes:
-      stacked: the name of the array of all layers.
-      each: the names of the layers' arrays, if layers are not scanned.
-      places: the length of a further axis of the stacked array, after that of the layers, on which MaxText stacks
-        parameters that are separate here; 0: no such axis.
-      place: the parameter's index on this axis.
+      stacked: the name of the array that stacks all layers.
+      each: the name of each layer's array, used if layers are not scanned.
+      places: the length of an additional axis of the stacked array, after the layer axis. On this axis MaxText stacks
+        parameters that are separate arrays in this trainer. 0: no such axis.
+      place: the parameter's index on the additional axis.
     """
 
     stacked: str
@@ -29,13 +29,13 @@ class Named(NamedTuple):
 
 
 class Joined(NamedTuple):
-    """A tensor of MaxText's layers that joins parameters along its last axis, or has other axes than our parameter.
+    """A tensor in MaxText's layers that joins parameters along its last axis, or has other axes than our parameter.
 
     Attributes:
       parts: the parameters' paths in a layer, in order. `MaxText.names` returns the same names for all of them.
-      shape: maps the shape of a part in a layer to its shape in the tensor; the order of the entries is the same.
-      groups: the key for the number of groups of entries on the last axis, each with an equal share of every part in
-        order; "": the parts follow one another.
+      shape: maps a part's shape in a layer to its shape in the tensor; the order of the entries is the same.
+      groups: the configuration key for the number of groups into which the last axis is divided. Each group contains an
+        equal share of every part, in order. "": the parts are concatenated.
     """
 
     parts: Sequence[str]
@@ -48,15 +48,15 @@ class MaxText:
     """Properties of MaxText's block of the same name.
 
     Attributes:
-      scaled_queries: the end of the canonical names of query kernels that MaxText stores already multiplied by the
-        factor on scores, unless `use_qk_norm`; "": MaxText multiplies scores by 1 / sqrt(head_dim).
-      own_scale: whether MaxText computes the factor on scores in another way, which `refuses` then checks.
-      stored: maps `(config, canonical name)` to (factor, offset): MaxText stores parameter / factor + offset.
-      names: maps (canonical name of a stack's parameter, `families.Place`) to MaxText's names. None: the default of
-        `weights.maxtext.stored`.
-      joined: the tensors that join parameters, or have other axes than ours.
-      pairs: whether RoPE rotates adjacent pairs under every rope_type.
-      interleaves: whether YaRN rotates adjacent pairs in MaxText's presets of the family, as is MaxText's default.
+      scaled_queries: the end of the canonical names of the query kernels. MaxText stores these kernels multiplied by
+        the attention scale, unless `use_qk_norm` is set. "": MaxText multiplies scores by 1 / sqrt(head_dim).
+      own_scale: whether MaxText computes the attention scale in another way, which `refuses` then checks.
+      stored: maps `(config, canonical name)` to (factor, offset), where MaxText stores parameter / factor + offset.
+      names: maps (canonical name of a stack's parameter, `families.Place`) to MaxText's names. None: the default names
+        of `weights.maxtext.stored`.
+      joined: the tensors that join parameters, or whose axes differ from ours.
+      pairs: whether RoPE rotates adjacent pairs for every rope_type.
+      interleaves: whether YaRN rotates adjacent pairs in MaxText's presets of the family; true is MaxText's default.
       scales_windows: whether rope_linear_scaling_factor also scales RoPE in layers with a window.
       caps_scores: whether the block reads `attn_logits_soft_cap`.
       norms_heads: whether the block reads `use_qk_norm`.
@@ -90,25 +90,26 @@ class Family:
       stacks: maps a resolved configuration to the stacks of the decoder, in the order of the forward pass. A block is
         constructed as `block(config, rngs)` (Linen: `block(config)`) and called as `block(x, cache, context) -> x,
         cache` (`products.Context`, `layers.cache`). Sampling requires `init_cache(rows, length)`.
-      forward_flops: maps `(config, keys)` to the FLOPs of the forward pass for one token, including modules of
-        multi-token prediction, like `models.flops.forward_flops_per_token`. None: two FLOPs for each entry of a matrix;
-        attention is not counted.
-      projections: names of matrix products with weights (`jax.ad_checkpoint.checkpoint_name`) in the family's blocks,
-        in addition to `capabilities.remat_tensors.PROJECTIONS`. A remat_policy that keeps all PROJECTIONS also keeps
-        these.
-      tensors: checkpoint names that the blocks give to other tensors. With remat_policy=custom, the keys
-        custom_device_tensors and custom_offload_tensors select from these and from `projections`.
-      axes: logical axes that base.yml's logical_axis_rules lack, each with its mesh axis or axes. The key
+      forward_flops: maps `(config, keys)` to the FLOPs of the forward pass for one token, including multi-token
+        prediction modules. `models.flops.forward_flops_per_token` documents the arguments. None: two FLOPs for each
+        entry of a matrix; attention is not counted.
+      projections: names (`jax.ad_checkpoint.checkpoint_name`) of the products with weight matrices in the family's
+        blocks, in addition to `capabilities.remat_tensors.PROJECTIONS`. A remat_policy that keeps all PROJECTIONS also
+        keeps these.
+      tensors: checkpoint names of other tensors in the blocks. With remat_policy=custom, the keys custom_device_tensors
+        and custom_offload_tensors select from `tensors` and `projections`.
+      axes: maps logical axes that are missing from base.yml's logical_axis_rules to one or more mesh axes. The key
         logical_axis_rules cannot change them.
-      products: maps a resolved configuration to the rules that choose the product of each matrix by its canonical name.
-        The matrix of the output head may be the embedding table.
-      embedding_scale: returns the factor on the embedded tokens; the head does not use it. None: 1.
-      optional: canonical names, or prefixes of names, of parameters that a checkpoint may lack, as in
+      products: maps a resolved configuration to the rules that select each matrix's product implementation by the
+        matrix's canonical name. The matrix of the output head may be the embedding table.
+      embedding_scale: returns the factor by which token embeddings are multiplied; a tied head uses the unscaled table.
+        None: 1.
+      optional: canonical names, or prefixes of names, of parameters that a checkpoint may omit, such as
         ["decoder/layers/gate"]; see `models.optional`.
-      norm: the class of the norms outside of the blocks, made as `norm(width, epsilon=, dtype=, weight_dtype=)`.
-      hugging_face: the family's weights and keys in Hugging Face's format, one declaration per model type there; () if
-        its checkpoints cannot be read or written.
-      maxtext: the family's parameters in MaxText's format; None if its checkpoints cannot be read or written.
+      norm: the class of the norms outside of the blocks, constructed as `norm(width, epsilon=, dtype=, weight_dtype=)`.
+      hugging_face: the family in Hugging Face's format, one declaration per model type in transformers; () if
+        checkpoints in this format are neither read nor written.
+      maxtext: the family in MaxText's format; None if checkpoints in this format are neither read nor written.
     """
 
     stacks: Callable[[Any], Sequence[Stack]]

@@ -1,15 +1,15 @@
-"""FLOPs of a model: closed forms over the configuration, without JAX.
+"""FLOPs of a model, computed from its configuration without JAX.
 
 Model FLOPs as MaxText reports them, after PaLM (Chowdhery et al. 2022, arXiv:2204.02311, appendix B):
 - a multiplication and an addition are two operations;
 - matrix products with parameters count, including the output head; the embedding lookup, norms, RoPE, softmax,
   activations and the optimizer do not;
 - attention scores and their products with the values count where the mask lets a query see a key; the diagonal counts
-  half. Thus a query of a causal row of T tokens sees T / 2 keys, and under a sliding window of w <= T tokens it sees
-  w - w^2 / (2 T) keys; in chunks of c tokens, with c a divisor of T, it sees c / 2. Scores between packed documents
-  are counted, although the mask removes them;
-- in a mixture of experts, the router and one token's experts count, no matter how the products are computed;
-- a module of multi-token prediction counts for every token, even for tokens that it skips at the end of a document;
+  half. Thus the mean number of keys that a query sees in a causal row of T tokens is T / 2. With a sliding window of
+  w <= T tokens it is w - w^2 / (2 T), and with chunks of c tokens, where c divides T, it is c / 2. Scores between
+  packed documents count, although the mask removes them;
+- in a mixture of experts, the router and the experts chosen for a token count, however the products are computed;
+- a multi-token prediction module counts for every token, even for tokens that it skips at the end of a document;
 - the backward pass counts as twice the forward pass, even where parameters are frozen; recomputation for
   rematerialization does not count.
 """
@@ -27,7 +27,7 @@ def _blocks(config: Config) -> int:
 
 
 def _sparse_blocks(config: Config) -> int:
-    """Returns the number of blocks with experts. The blocks of multi-token prediction are like the last layer."""
+    """Returns the number of blocks with experts, including those of multi-token prediction."""
     return _blocks(config) - _dense_blocks(config)
 
 
@@ -46,7 +46,7 @@ def _gated(config: Config, hidden: int) -> int:
 
 
 def _feed_forward(config: Config) -> int:
-    """Returns the number of parameters by which all feed-forward layers multiply one token."""
+    """Returns the number of feed-forward parameters, over all blocks, that multiply one token."""
     dense = _dense_blocks(config) * _gated(config, config.base_mlp_dim)
     if not has_experts(config):
         return dense
@@ -70,11 +70,11 @@ def _attention(config: Config) -> int:
 
 
 def matmul_parameters(config: Config) -> int:
-    """Returns the number of parameters in matrix products with a token, counted once per product, without those of
-    recurrent layers.
+    """Returns the number of parameters that multiply one token in matrix products, counted once per product.
 
-    These are the kernels of all blocks (with experts, only one token's experts) and the output head, tied or not. With
-    multi-token prediction, each module adds its projection and the output head once more.
+    These are the kernels of all blocks (only the experts chosen for the token) and the output head, tied or not. The
+    recurrent layers that replace attention in some families are excluded. Each multi-token prediction module adds its
+    block, its projection and the output head once more.
     """
     width, modules = config.base_emb_dim, config.mtp_num_layers
     outside = (1 + modules) * width * config.vocab_size + modules * 2 * width * width
@@ -82,7 +82,7 @@ def matmul_parameters(config: Config) -> int:
 
 
 def visible_keys(config: Config) -> float:
-    """Returns the mean number of keys that a query sees, by the convention above, over a row of
+    """Returns the mean number of keys that a query sees, by the module's convention. The mean is over a row of
     `config.max_target_length` tokens and over the blocks."""
     length, layers = config.max_target_length, config.base_num_decoder_layers
     pattern = windows(config)
@@ -95,10 +95,10 @@ def visible_keys(config: Config) -> float:
 
 
 def forward_flops_per_token(config: Config, keys: float | None = None) -> float:
-    """Returns the FLOPs of the forward pass for one token of a row of `config.max_target_length`.
+    """Returns the FLOPs of the forward pass for one token in a row of `config.max_target_length` tokens.
 
     `keys`: the mean number of keys for which a query's scores are computed. None: `visible_keys`, the convention of
-    model FLOPs. Pass a larger number for an op that also computes masked scores (for dot_product: the whole row).
+    model FLOPs. Pass a larger number for an op that also computes masked scores, such as dot_product (the whole row).
     """
     widths = 2 * config.head_dim
     if is_latent(config):

@@ -1,7 +1,7 @@
-"""Declares how a family's llama.cpp GGUF files differ from its Hugging Face folders.
+"""The type that declares how a family's llama.cpp GGUF files differ from its Hugging Face folders.
 
-Each family's file contains the declaration. All were checked against the llama.cpp of cyllama 0.2.18: for a small model
-of each family, llama.cpp's logits agree with this trainer's logits.
+Each family's module contains its declaration. All declarations were checked against the llama.cpp of cyllama 0.2.18:
+for a small model of each family, llama.cpp's logits agree with this trainer's logits.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from trainer.models.huggingface import Layout
 
-# The fields of all architectures: the end of the key, and the field of config.json.
+# The fields of all architectures: each maps the end of a GGUF key to a field of config.json.
 SIZES = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -23,29 +23,31 @@ SIZES = {
 EPSILON = "attention.layer_norm_rms_epsilon"
 NUMBERS = {EPSILON: "rms_norm_eps", "rope.freq_base": "rope_theta"}
 COUNT, USED, WINDOW = "expert_count", "expert_used_count", "attention.sliding_window"
-ATTENTION = "rope.scaling.attn_factor"  # by which RoPE scales queries and keys
+ATTENTION = "rope.scaling.attn_factor"  # the factor by which RoPE scales queries and keys
 LOG = "rope.scaling.yarn_log_multiplier"  # a tenth of mscale_all_dim
 
 
 class Gguf(NamedTuple):
-    """The architecture of a family in llama.cpp.
+    """A family's architecture in llama.cpp.
 
     Attributes:
       name: the value of general.architecture.
       when: returns whether this declaration applies to a file with this architecture name. The argument is a function
-        that returns the value at a key, given the end of the key and a type (by default int).
+        that maps the end of a key and a type (by default int) to the key's value.
       pairs: whether each head of queries and keys is stored as adjacent pairs, not as two halves.
       one: whether norms are stored with 1 added.
-      layouts: the layouts of parameters whose tensors differ from a folder's tensors, with Hugging Face names that the
-        package gguf supports. A name with `EXPERT` is the tensor of all experts of a layer.
-      sizes, numbers: map the end of each key with an integer (sizes) or a number to the key's field of config.json.
+      layouts: the layouts of parameters whose GGUF tensors differ from the tensors in a Hugging Face folder. The
+        layouts use Hugging Face names that the package gguf supports. A name with `EXPERT` is the tensor of all experts
+        of a layer.
+      sizes, numbers: map the end of a key to a field of config.json: `sizes` for integers, `numbers` for other numbers.
       needs: the keys that llama.cpp requires in addition to `EPSILON` and `USED`.
-      more: the types of the values at further keys.
+      more: maps further keys to the types of their values.
       fields: returns further fields of config.json, given the fields that were read, including rope_scaling, and the
         values of `more` by key.
-      write: returns values for the keys of `more` and others, given config.json as this trainer writes it.
-      refuses: returns why llama.cpp's output would differ, given the same config.json; "" if it would not.
-      note: how llama.cpp differs for all files of the architecture.
+      write: returns values of `more` and of other keys, given the config.json that this trainer writes.
+      refuses: returns why llama.cpp's output would differ, given the config.json that this trainer writes; "" if it
+        would not.
+      note: how llama.cpp's computation differs for every file of the architecture.
     """
 
     name: str
@@ -64,7 +66,7 @@ class Gguf(NamedTuple):
 
 
 def scaled_queries(said: Mapping[str, Any], largest: int) -> int:
-    """Returns query_pre_attn_scalar as llama.cpp derives it: head_dim, or for the model with `largest` layers the width
-    divided by the number of heads."""
+    """Returns query_pre_attn_scalar as llama.cpp derives it: the width divided by the number of heads for a model with
+    `largest` layers, and head_dim for other models."""
     width = said.get("hidden_size", 0) // (said.get("num_attention_heads") or 1)
     return width if said.get("num_hidden_layers") == largest else said.get("head_dim", width)

@@ -1,7 +1,7 @@
-"""How tokenizers in GGUF files split text into words: the meaning of each name in tokenizer.ggml.pre.
+"""How tokenizers in GGUF files split text into words: the pre-tokenizers for each name in tokenizer.ggml.pre.
 
-llama.cpp has about 80 names (src/llama-vocab.cpp). This file has the names for this package's families, defined as in
-the models' published tokenizer.json; tests/goldens/gguf_tokens.json contains llama.cpp's tokens for each.
+llama.cpp defines about 80 names (src/llama-vocab.cpp). This file defines the names that this package's families use, as
+in the models' published tokenizer.json. tests/goldens/gguf_tokens.json contains llama.cpp's tokens for each name.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ _O200K = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SHORT}|\p{{N}}{{1,3}}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# Letters with two cases, as the tokenizer of DeepSeek-V2 lists them.
+# Letters with an upper and a lower case, as listed in DeepSeek-V2's tokenizer.
 _LETTERS = (
     "A-Za-z\xb5\xc0-\xd6\xd8-\xf6\xf8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376\u0377"
     "\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f\u0531-"
@@ -37,12 +37,14 @@ _LETTERS = (
 
 
 class Splitting(NamedTuple):
-    """
+    """How a tokenizer splits text into words, and related settings.
+
     Attributes:
       steps: the pre-tokenizers of a tokenizer.json.
       whole: whether a word that is itself a token skips the merges.
-      begins: whether a text begins with bos_token if the file does not specify this.
-      normalizer: the normalizer of the tokenizer.json. llama.cpp has none, so it differs if this changes a text.
+      begins: whether a text begins with bos_token; a setting in the file overrides this.
+      normalizer: the normalizer of the tokenizer.json. llama.cpp has no normalizer, so its tokens differ if the
+        normalizer changes a text.
     """
 
     steps: list[dict[str, Any]]
@@ -64,7 +66,7 @@ def _split(*patterns: str) -> list[dict[str, Any]]:
 _LLAMA3 = _split(rf"{_START}|\p{{N}}{{1,3}}|{_END}")
 _QWEN2 = _split(rf"{_START}|\p{{N}}|{_END}")
 _DIGITS = [{"type": "Digits", "individual_digits": True}, _GPT2]
-_DEEPSEEK = _split(  # of V2; V3 is below
+_DEEPSEEK = _split(  # DeepSeek-V2
     *("[\r\n]", rf"\s?[{_LETTERS}]+", "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"),
     *(r"\s+$", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"),
 )
@@ -75,7 +77,7 @@ _DEEPSEEK3 = _split(
 )
 WORDS: Mapping[str, Splitting] = {
     **dict.fromkeys(("gpt-2", "olmo"), Splitting([_GPT2])),
-    **dict.fromkeys(("smollm", "refact"), Splitting(_DIGITS)),  # Granite's is refact
+    **dict.fromkeys(("smollm", "refact"), Splitting(_DIGITS)),  # Granite uses refact
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), Splitting(_LLAMA3, whole=True, begins=True)),
     **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), Splitting(_LLAMA3)),
     "qwen2": Splitting(_QWEN2, normalizer={"type": "NFC"}),
@@ -83,13 +85,13 @@ WORDS: Mapping[str, Splitting] = {
     "deepseek-llm": Splitting([*_DEEPSEEK[:-1], _DIGITS[0], _BYTES]),
     "deepseek-v3": Splitting(_DEEPSEEK3),
     "gpt-4o": Splitting(_split(_O200K)),  # gpt-oss
-    "llama4": Splitting(_split(_O200K), whole=True),  # as transformers converts tiktoken's; llama.cpp has gpt-4o's
+    "llama4": Splitting(_split(_O200K), whole=True),  # converted from tiktoken by transformers; llama.cpp uses gpt-4o's
     "tekken": Splitting(_split(_TEKKEN), whole=True, begins=True),
 }
 
 
 def words_of(spec: Mapping[str, Any]) -> str | None:
-    """Returns the name of the splitting that `spec`, a tokenizer.json, uses; None if no name matches."""
+    """Returns the name in `WORDS` that matches `spec`, a tokenizer.json; None if no name matches."""
     steps, whole = _steps(spec.get("pre_tokenizer")), bool(spec["model"].get("ignore_merges"))
     normalizer = spec.get("normalizer")
     if normalizer and normalizer.get("type") == "Sequence" and len(normalizer["normalizers"]) < 2:
@@ -101,7 +103,7 @@ def words_of(spec: Mapping[str, Any]) -> str | None:
 
 
 def _steps(pre_tokenizer: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """Returns the steps, without settings that do not change the words."""
+    """Returns the pre-tokenizers, without settings that do not change the words."""
     given = pre_tokenizer or {}
     steps = given["pretokenizers"] if given.get("type") == "Sequence" else [given]
     plain = [{name: value for name, value in step.items() if name != "trim_offsets"} for step in steps]
@@ -109,5 +111,5 @@ def _steps(pre_tokenizer: Mapping[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _escaped(pattern: Mapping[str, str]) -> dict[str, str]:
-    """Returns the pattern with line ends as escapes. Some files contain the characters themselves."""
+    """Returns the pattern with escaped line ends, because some files contain them unescaped."""
     return {kind: text.replace("\r", r"\r").replace("\n", r"\n") for kind, text in pattern.items()}

@@ -1,6 +1,6 @@
-"""Types for the parameter-name maps and shapes of a family in Hugging Face's transformers.
+"""The types that declare a family's tensors and config.json in Hugging Face's transformers.
 
-The map of each family is in the family's file.
+Each family's module contains its declaration.
 """
 
 import math
@@ -17,28 +17,28 @@ from trainer.models.gguf import Gguf
 EXPERT = "<expert>"  # placeholder for the expert's number in the name of a tensor
 
 
-LAYER = "model.layers.{}."  # the beginning of the names of a layer's tensors
+LAYER = "model.layers.{}."  # the prefix of the names of a layer's tensors
 EACH = 0  # see `Merged.groups`
-_SAME = {"softmax": ""}  # values of routed_score_func with the same meaning
+_SAME = {"softmax": ""}  # synonyms among the values of routed_score_func
 
 
 class Layout(NamedTuple):
     """The tensors of one parameter in a Hugging Face checkpoint.
 
     Attributes:
-      name: the name of the tensor, with {} for the number of the layer. If it contains `EXPERT`, each expert has a
-        separate tensor, and experts are the first axis of our parameter of one layer. All other attributes then
+      name: the name of the tensor, with {} for the number of the layer. If the name contains `EXPERT`, each expert has
+        a separate tensor, and the first axis of our parameter in one layer is the expert. All other attributes then
         describe the parameter of one expert.
-      inputs: 0 if the tensor has our shape or is `flat`. Otherwise the tensor is a matrix [out, in], and the first
-        `inputs` axes of our kernel are its inputs.
+      inputs: the number of input axes of our kernel, which come first; the tensor is then a matrix [out, in]. 0: the
+        tensor has our shape, unless it is `flat` or `swapped`.
       rotated: "" if RoPE rotates no entries. Otherwise the last axis of our parameter is one or more consecutive heads,
         and `rotated` is the configuration key for the number of entries in a head: "head_dim". Hugging Face stores each
         head as two halves; this trainer stores it as adjacent pairs if `rope_interleave` is set.
-      flat: whether the tensor has a single axis, into which all of our axes are merged.
+      flat: whether the tensor merges all of our axes into one.
       swapped: whether the last two axes are swapped: the tensor is [experts, out, in] for our matrices [experts, in,
         out] of all experts. This excludes `inputs`, `rotated` and `EXPERT`.
-      depthwise: whether the parameter is the kernel of a convolution of each channel, [width, ...channels], and the
-        tensor is [channels, 1, width]. This requires inputs = 1.
+      depthwise: whether the parameter is the kernel of a depthwise convolution, [width, ...channels], and the tensor is
+        [channels, 1, width]. This requires inputs = 1.
     """
 
     name: str
@@ -54,14 +54,14 @@ class Layout(NamedTuple):
         return EXPERT in self.name
 
     def of_adapter(self) -> tuple["Layout", "Layout"]:
-        """Returns the layouts of the matrices a [*in, r] and b [r, *out] of a low-rank adapter of this matrix, as PEFT
-        names and stores them: [r, in] and [out, r]."""
+        """Returns the layouts of the matrices a [*in, r] and b [r, *out] of a low-rank adapter of this matrix. PEFT
+        stores them as [r, in] and [out, r]."""
         module = self.name.removesuffix(".weight")
         a, b = (f"{module}.lora_{which}.weight" for which in "AB")
         return self._replace(name=a, rotated=""), self._replace(name=b, inputs=1)
 
     def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape of the tensor of one layer, given our shape of one layer."""
+        """Returns the shape of one layer's tensor, given our parameter's shape in one layer."""
         if self.flat:
             return (math.prod(ours),)
         if self.swapped:
@@ -73,19 +73,22 @@ class Layout(NamedTuple):
         """Returns the number of entries in a head on the last axis of our `shape`; 0 if RoPE rotates no entries.
 
         Raises:
-          UserError: the axis does not consist of heads.
+          UserError: the axis does not consist of complete heads.
         """
         head = config[self.rotated] if self.rotated else 0
         if head and shape[-1] % head:
             raise UserError(
-                f"{self.name}: its Layout says that RoPE rotates heads of {self.rotated}={head} entries, but our "
-                f"parameter has {shape[-1]} entries on its last axis"
+                f"{self.name}: by its Layout, RoPE rotates heads of {self.rotated}={head} entries, but the length of "
+                f"our parameter's last axis, {shape[-1]}, is not a multiple"
             )
         return head
 
     def widened(self, shape: tuple[int, ...], box: tuple[slice, ...], head: int) -> tuple[slice, ...]:
-        """Returns `box`, a box in one layer of our `shape`, enlarged so that it maps to a single box of the tensor and
-        contains complete heads of `head` entries on the last axis. `head` = 0: no heads."""
+        """Returns `box`, enlarged so that it maps to a single box of the tensor and contains only complete heads.
+
+        `box` has a slice for each axis of our parameter in one layer, which has `shape`. `head`: the number of entries
+        in a head on the last axis; 0: no heads.
+        """
         outer = {0, self.inputs} if self.inputs or self.flat else set(range(len(shape)))
         wide = [cut if axis in outer else slice(0, shape[axis]) for axis, cut in enumerate(box)]
         if head:
@@ -107,8 +110,8 @@ class Layout(NamedTuple):
         return (slice(out.start * rows, out.stop * rows), *middle, slice(into.start * columns, into.stop * columns))
 
     def to_ours(self, theirs: np.ndarray, shape: tuple[int, ...], head: int) -> np.ndarray:
-        """Returns our parameter of one layer, or a widened box of that parameter, with `shape`. `head`: the number of
-        entries in a head to store as pairs; 0: no reordering."""
+        """Returns one layer of our parameter, or a widened box of it, with `shape`. `head`: the number of entries in a
+        head, which are reordered into pairs; 0: no reordering."""
         if self.swapped:
             return np.stack([transposed(matrix) for matrix in theirs])
         theirs = theirs[:, 0] if self.depthwise else theirs
@@ -131,9 +134,10 @@ class Outer(NamedTuple):
     Attributes:
       model_type: the model's name in transformers.
       texts: the allowed model types of `text_config`; the first is the default.
-      towers: the name prefixes of tensors outside of the text model; transformers 5 may write "model." before them.
-      fields: the fields of config.json that only parts outside of the text model read.
-      tokens: the fields of placeholder tokens for content other than text, with the defaults in transformers.
+      towers: the name prefixes of tensors outside of the text model; transformers 5 may prepend "model.".
+      fields: the fields of config.json that configure only parts outside of the text model.
+      tokens: maps each field with the id of a placeholder token for content other than text to its default in
+        transformers.
       tied: the default of tie_word_embeddings.
     """
 
@@ -146,16 +150,17 @@ class Outer(NamedTuple):
 
 
 class Merged(NamedTuple):
-    """A module of a Hugging Face checkpoint whose tensors merge several modules' tensors along the outputs.
+    """A module of a Hugging Face checkpoint whose tensors merge several modules' tensors along the output axis.
 
-    `Layout`s name the parts, as if each had a separate tensor.
+    `Layout`s name the parts as if each had a separate tensor.
 
     Attributes:
       name: the end of the module's name, as in "self_attn.qkv_proj".
       parts: the ends of the parts' names, in order, as in ("self_attn.q_proj", ...).
-      groups: the number of consecutive groups of outputs, each with an equal share of every part in order, or the key
-        with this number. 1: the parts are concatenated. `EACH`: the parts' outputs alternate one by one.
-      axis: the axis of the outputs: 0 in a matrix [out, in] or a bias; -1 in a tensor of all experts [e, in, out].
+      groups: the number of groups into which the outputs are divided, or the configuration key for this number. Each
+        group contains an equal share of every part, in order. 1: the parts are concatenated. `EACH`: the parts' outputs
+        alternate one by one.
+      axis: the output axis: 0 in a matrix [out, in] or a bias; -1 in a tensor of all experts [e, in, out].
     """
 
     name: str
@@ -164,7 +169,7 @@ class Merged(NamedTuple):
     axis: int = 0
 
     def of(self, config: Config) -> "Merged":
-        """Returns the declaration with the number of groups in `config`."""
+        """Returns the declaration with the number of groups resolved from `config`."""
         return self._replace(groups=config[self.groups]) if isinstance(self.groups, str) else self
 
     def find(self, tensor: str) -> tuple[str, int] | None:
@@ -181,7 +186,7 @@ class Merged(NamedTuple):
         return not any(size % self._count(sizes[0]) for size in sizes)
 
     def cut(self, sizes: Sequence[int], i: int) -> np.ndarray:
-        """Returns the indices of part i's outputs, given the numbers of outputs of all parts."""
+        """Returns the indices of part i's outputs in the merged tensor, given each part's number of outputs."""
         groups = self._count(sizes[0])
         first = np.arange(groups)[:, None] * (sum(sizes) // groups) + sum(sizes[:i]) // groups
         return (first + np.arange(sizes[i] // groups)).ravel()
@@ -199,15 +204,17 @@ class Merged(NamedTuple):
 
 
 class Modules(NamedTuple):
-    """The tensors of modules of multi-token prediction in a Hugging Face checkpoint. In names, {} is the number that a
-    layer after the model's layers would have. The default is DeepSeek-V3's layout.
+    """The tensors of multi-token prediction modules in a Hugging Face checkpoint.
+
+    In names, {} is the module's number, which continues the numbers of the model's layers. The default is DeepSeek-V3's
+    layout.
 
     Attributes:
-      above: the beginning of the names of tensors outside of a module's block.
-      block: the beginning of the names of a block's tensors, in place of `LAYER`.
-      names: the names of the norms of embeddings and of hidden states, of the projection, and of the final norm.
+      above: the prefix of the names of tensors outside of a module's block.
+      block: the prefix of the names of a block's tensors, in place of `LAYER`.
+      names: the names of the embedding norm, the hidden-state norm, the projection and the final norm.
       field: the field of config.json with the number of modules.
-      most: the largest number of modules.
+      most: the maximum number of modules.
     """
 
     above: str = LAYER
@@ -217,7 +224,7 @@ class Modules(NamedTuple):
     most: int = MODULES
 
     def number(self, layers: int, tensors: Mapping[str, Any]) -> int:
-        """Returns the number of modules among the tensors of a model with `layers` layers."""
+        """Returns the number of modules in `tensors`, the tensors of a model with `layers` layers."""
         names = (f"{self.above.format(layers + i)}{self.names[2]}.weight" for i in range(self.most))
         return next((i for i, name in enumerate(names) if name not in tensors), self.most)
 
@@ -228,42 +235,46 @@ class HuggingFace(NamedTuple):
     Attributes:
       model_type, architecture: the family's names in transformers.
       layouts: the layout of each parameter, by canonical name.
-      merged: the checkpoint's modules that each merge several modules of the layouts.
+      merged: the checkpoint's modules that each merge several of the modules named in `layouts`.
       defaults: values of absent fields of config.json.
-      nested: further defaults if config.json is the `text_config` of another model. These are the defaults of the
-        text config's class, because transformers 4 wrote only values that differ from them.
-      outers: multimodal models whose text model has this type, or another type in their `texts`.
-      qk_norm: whether the family normalizes queries and keys; `sizes` may specify a field for use_qk_norm.
-      window: "": no sliding window; "given": in every layer, unless sliding_window is null; "switched": in the layers
-        from max_window_layers on, if use_sliding_window is true; "alternating": in all but every n-th layer, as
-        layer_types specifies; "read": `read` determines the kinds of layers.
-      period: the n of "alternating" without layer_types. `period_field`: the field that may override it.
+      nested: further defaults if config.json is the `text_config` of another model: the defaults of the text config's
+        class, which transformers 4 omitted when it wrote the file.
+      outers: the multimodal models that contain this text model.
+      qk_norm: whether the family normalizes queries and keys. If a field of config.json determines this, `sizes` maps
+        use_qk_norm to the field.
+      window: the layers with a sliding window. "": no layer; "given": every layer, unless sliding_window is null;
+        "switched": layer max_window_layers and all later layers, if use_sliding_window is true; "alternating": all but
+        every n-th layer, as layer_types specifies; "read": `read` determines the layers.
+      period: n for "alternating" if layer_types is absent. `period_field`: the field that may override it.
       ropes: the types of RoPE that the family supports, as named in config.json; (): all but longrope.
-      rope_sizes: maps further keys with a numeric value to the field of the RoPE object that contains the value.
+      rope_sizes: maps further keys with a numeric value to the field of the RoPE object with the same value.
       rope_ignored: fields of the RoPE object that transformers does not read.
       partial: whether RoPE may rotate a part of each head (partial_rotary_factor).
-      local_rope: "" if RoPE is the same in all layers. Otherwise layers with a window use RoPE without scaling, with
-        the base in this field of config.json.
+      local_rope: "" if RoPE is the same in all layers. Otherwise, the field of config.json with the base of RoPE in
+        layers with a window, where RoPE is not scaled.
       epsilon: the field with the epsilon of norms.
       activation: the field with the gate's activation. `activations`: maps further values of the field to our names.
       whole_heads: whether hidden_size must be a multiple of the number of heads.
-      sizes: maps further keys of this trainer to the field of config.json with the value; null: the key's default.
-        attention_bias and mlp_bias must be false in families that do not list them here.
-      powers: maps further keys to a positive field and an exponent; the value is the field to that power:
-        {"logits_multiplier": ("logits_scaling", -1)} divides logits by logits_scaling. null: the key's default.
-      latent: whether attention is multi-head latent attention. `whole_heads_of_latents`: whether head_dim is the size
-        of a whole head and partial_rotary_factor the rotated share; if not, head_dim is the size of the rotated part.
+      sizes: maps further keys of this trainer to the field of config.json with the same value. If the field is null,
+        the key has its default. attention_bias and mlp_bias must be false in families that do not list them here.
+      powers: maps further keys to (field, exponent). The key's value is the field, which must be positive, to the power
+        of the exponent: {"logits_multiplier": ("logits_scaling", -1)} divides logits by logits_scaling. If the field is
+        null, the key has its default.
+      latent: whether attention is multi-head latent attention. `whole_heads_of_latents`: true if head_dim is the size
+        of a whole head and partial_rotary_factor is the rotated share; false if head_dim is the size of the rotated
+        part.
       only: fields that must be absent or have this value, because no other value can be represented.
       off: fields that must be absent, null, false or 0, and are not written.
       ignored: fields that transformers does not read in this family.
-      read: returns further keys of this trainer, given config.json with `defaults`, and appends any values that cannot
-        be represented to the list. `fields`: the fields that `read` reads. `write`: returns them for a resolved config.
-      implies: keys of this trainer that have this value in every model of this type.
+      read: returns further keys of this trainer, given config.json with `defaults` and a list, to which it appends
+        messages about values that cannot be represented. `fields`: the fields that `read` reads. `write`: returns these
+        fields for a resolved config.
+      implies: maps keys of this trainer to their value in every model of this type.
       aliases: other model types with the same fields and tensors.
-      modules: maps a word in a module's name in transformers 5 to the word in the tensors' names, where they differ.
+      modules: maps a word in a module's name in transformers 5 to the word in tensor names, where the two differ.
       methods: the values of topk_method without and with groups of experts; "": the family has no groups.
-      mtp: the tensors of modules of multi-token prediction.
-      gguf: the declaration of the family's llama.cpp files; None if they are neither read nor written.
+      mtp: the tensors of multi-token prediction modules.
+      gguf: the declaration of the family's GGUF files; None if these are neither read nor written.
     """
 
     model_type: str
@@ -304,11 +315,11 @@ class HuggingFace(NamedTuple):
     gguf: Gguf | None = None
 
     def in_gguf(self) -> "HuggingFace":
-        """Returns this declaration with the layouts of a GGUF file, with Hugging Face names."""
+        """Returns this declaration with the layouts of a GGUF file, under Hugging Face names."""
         return self._replace(layouts={**self.layouts, **(self.gguf.layouts if self.gguf else {})})
 
     def contradicted(self, config: Config) -> list[str]:
-        """Returns the keys of `implies` that have another value in `config`."""
+        """Returns the keys of `implies` whose value in `config` differs."""
         return [key for key, value in self.implies.items() if _SAME.get(config[key], config[key]) != value]
 
 
@@ -326,9 +337,10 @@ def transposed(matrix: np.ndarray) -> np.ndarray:
 
 
 def reordered(x: Any, head: int, *, pairs: bool) -> Any:
-    """Reorders the entries of heads. The last axis of `x` (NumPy or JAX) is heads of `head` entries each; 0: no heads.
+    """Reorders the entries of the heads on the last axis of `x` (NumPy or JAX).
 
-    With `pairs`, a head (a_0 ... a_n, b_0 ... b_n) becomes (a_0, b_0, ... a_n, b_n); without, the reverse.
+    A head has `head` entries; 0: `x` is returned unchanged. With `pairs`, a head (a_0 ... a_n, b_0 ... b_n) becomes
+    (a_0, b_0, ... a_n, b_n). Without `pairs`, the reverse.
     """
     if not head:
         return x

@@ -1,4 +1,4 @@
-"""The matrices of a model, and which of them are quantized or masked."""
+"""The matrices of a model, and which of them are adapted, quantized or masked."""
 
 import math
 from collections.abc import Mapping
@@ -21,15 +21,16 @@ from trainer.ops.paths import by_name, listed
 from trainer.products.plain import Kernel, maker
 from trainer.sharding import leading
 
-_CHOSEN = "the products of NNX layers of trainer.layers can be chosen, unless the family or a key chooses others"
+_CHOSEN = "a matrix must be in an NNX layer of trainer.layers, and the family or another key must not set its product"
 
 
 def matrix_names(config: Config, key: str = "quantization") -> list[str]:
-    """Returns the canonical names of the matrices whose products are chosen by rules, in the order of the forward pass.
-    `key`: the configuration key that requires the matrices, for messages.
+    """Returns the canonical names of the matrices to which product rules apply, in the order of the forward pass.
+
+    `key`: the configuration key to name in error messages.
 
     Raises:
-      UserError: a block is a user's Linen module; rules cannot choose its products.
+      UserError: a block is a user's Linen module, to which product rules do not apply.
     """
     found: list[str] = []
 
@@ -46,11 +47,11 @@ def matrix_names(config: Config, key: str = "quantization") -> list[str]:
 
 
 def _kernels(config: Config, path: str, block: MakeBlock, key: str) -> list[Kernel]:
-    """Returns the matrices of a block, whose canonical name is `path`. `key`: see `matrix_names`."""
+    """Returns the matrices of the block with the canonical name `path`. `key`: see `matrix_names`."""
     if not issubclass(block_class(block), nnx.Module):
         raise UserError(
-            f"{key}={config[key]}: {block_class(block).__name__} is a Linen module, which has its own products; only "
-            "those of NNX layers can be chosen"
+            f"{key}={config[key]}: {block_class(block).__name__} is a Linen module, whose products cannot be changed; "
+            "only those of NNX layers can"
         )
     found: list[Kernel] = []
     with nnx.use_eager_sharding(False):
@@ -62,14 +63,14 @@ def quantized_kernels(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> 
     """Returns the matrices that are quantized, by canonical name.
 
     Args:
-      shapes: the weights' shapes in the same model with float matrices.
+      shapes: the shapes of the weights in the unquantized model.
 
     Raises:
       UserError: see `check_matrices`.
     """
     check_matrices(config)
     found = _matrices(config, "quantization")
-    # The other matrices are the output head and the projections of modules; both have one input axis.
+    # Matrices outside of blocks are the output head and the projections of modules. They have one input axis.
     return {
         name: found[name] if name in found else Kernel(shapes[name][:1], shapes[name][1:], (None, None), name=name)
         for name in quantized_names(config)
@@ -99,10 +100,10 @@ def lora_kernels(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> dict[
 
 
 def adapted_names(config: Config) -> list[str]:
-    """Returns the matrices with an adapter; [] without LoRA.
+    """Returns the canonical names of the matrices with an adapter; [] without LoRA.
 
     Raises:
-      UserError: no matrix has an adapter, or see `matrix_names`.
+      UserError: lora_module_path matches no matrix, or see `matrix_names`.
     """
     if not config.enable_lora:
         return []
@@ -116,8 +117,8 @@ def masked_kernels(config: Config) -> list[Kernel]:
     """Returns the matrices that weight sparsity masks; [] without weight sparsity.
 
     Raises:
-      UserError: a block is a user's Linen module, no matrix is masked, or the length of the axis that a product sums
-        over is not a multiple of weight_sparsity_m.
+      UserError: a block is a user's Linen module, no matrix is masked, or a matrix's number of inputs is not a
+        multiple of weight_sparsity_m.
     """
     if (m := config.weight_sparsity_m) is None:
         return []
@@ -137,7 +138,7 @@ def masked_kernels(config: Config) -> list[Kernel]:
 
 
 def quantized_names(config: Config) -> list[str]:
-    """Returns the matrices that are quantized; [] without `quantization`.
+    """Returns the canonical names of the matrices that are quantized; [] without `quantization`.
 
     Raises:
       UserError: see `matrix_names`.
@@ -149,10 +150,10 @@ def quantized_names(config: Config) -> list[str]:
 
 
 def check_matrices(config: Config) -> None:
-    """Refuses keys for training that select no matrix.
+    """Checks that the keys for LoRA, quantization and sparsity each select a matrix.
 
     Raises:
-      UserError: nothing is adapted, quantized or masked, unquantized_modules has a pattern that matches nothing, or see
+      UserError: one of these keys selects no matrix, a pattern of unquantized_modules matches no matrix, or see
         `matrix_names` and `masked_kernels`.
     """
     masked_kernels(config)
@@ -164,8 +165,8 @@ def check_matrices(config: Config) -> None:
 
 
 def quantized_and_float(config: Config, param_axes: Any) -> tuple[list[str], list[str]]:
-    """Returns the canonical names of the matrices whose products are quantized, and of other parameters with at least
-    two axes, such as tables that are looked up.
+    """Returns two lists of canonical names: the matrices whose products are quantized, and the other parameters with
+    at least two axes, such as lookup tables, but without biases. Without `quantization`, both lists are empty.
 
     Args:
       param_axes: the logical axes of the model's parameters.
@@ -175,5 +176,5 @@ def quantized_and_float(config: Config, param_axes: Any) -> tuple[list[str], lis
     quantized, names = quantized_names(config), matrix_names(config)
     axes = {name: [*found[leading(found) :]] for name, found in by_name(param_axes).items()}
     tables = [name for name, found in axes.items() if len(found) > 1 and not name.endswith(("/bias", "_bias"))]
-    stored = tuple(f"{name}/" for name in names)  # parts of a matrix that is stored in another form
+    stored = tuple(f"{name}/" for name in names)  # prefixes of the parts of matrices in another storage form
     return quantized, [name for name in tables if name not in quantized and not name.startswith(stored)]

@@ -5,8 +5,8 @@ computes h_k, from which the model's output head predicts token t + k + 1:
 
     h_k = norm(block(projection([norm(embedding of token t + k); norm(h_{k-1})])))
 
-h_0 is the model's hidden states. Each h is an input of the output head, so it is taken after the norm and after
-dropout (docs/decisions/0015-multi-token-prediction.md). The block is of the same class as the last layer. The modules
+h_0 is the model's hidden states. Each h is the output head's input: the hidden states after the final norm and dropout
+(docs/decisions/0015-multi-token-prediction.md). The block has the same class as the model's last layer. The modules
 share the model's embedding and output head. This file serves NNX and Linen. `ops` explains the letters in shapes.
 """
 
@@ -27,33 +27,33 @@ from trainer.models.norms import make_norm
 from trainer.ops.dropout import dropout
 from trainer.products.context import Context
 
-MTP = "mtp_block"  # the first part of all paths of the modules
-# The parts of a module in the order of its forward pass. Names are without the module's prefix.
+MTP = "mtp_block"  # the first component of all module paths
+# The names of a module's parts, without the module's prefix, in the order of the forward pass.
 EMBEDDING_NORM, HIDDEN_NORM, PROJECTION = "embedding_norm", "hidden_state_norm", "projection"
 BLOCK, FINAL_NORM = "transformer_layer", "final_norm"
-# Dropout sites of a module outside of its block.
+# The numbers of a module's dropout sites outside of its block.
 EMBEDDING, BEFORE_HEAD = range(2)
 
 Types = tuple[type[nnx.Variable], ...]
-# (k, name of a part) -> that part of module k, a callable
+# Maps (k, part name) to a part of module k, which is a callable.
 Parts = Callable[[int, str], Any]
 
 
 class Ahead(NamedTuple):
-    """The tokens after token t that module k reads: int [b, t, modules], with k - 1 as the last index.
+    """The token that module k reads ahead of token t: int [b, t, modules]. The last index is k - 1.
 
-    Rows may store tokens in any order, so this cannot be computed from the model's inputs.
+    A row may store its tokens in any order, so the model's inputs do not determine these tokens.
     """
 
     tokens: jax.Array  # token t + k
-    segments: jax.Array  # the segment of token t if it contains the k successors of t, else 0
+    segments: jax.Array  # the segment of token t if it also contains t's next k tokens, else 0
 
 
 def embedded(embed: Callable[[jax.Array], jax.Array], inputs: jax.Array, ahead: Ahead | None) -> tuple[jax.Array, Any]:
     """Returns the embeddings of `inputs` [b, t] and of `ahead.tokens`: [b, t, e] and [modules, b, t, e]. Without
     `ahead` the second result is None.
 
-    Both share one lookup, so that the gradient of the table is summed, reduced and stored once.
+    One lookup computes both results, so that the gradient of the table is summed, reduced and stored once.
     """
     if ahead is None:
         return embed(inputs), None
@@ -82,7 +82,7 @@ def part_path(k: int, part: str) -> str:
 
 
 def hidden_path(k: int) -> str:
-    """Returns the path of h_k, a sown `MtpHidden`."""
+    """Returns the path at which h_k is sown as `MtpHidden`."""
     return f"{module_path(k)}/output"
 
 
@@ -93,8 +93,7 @@ def last_block(config: Config) -> tuple[str, MakeBlock]:
 
 
 def make_projection(config: Config, k: int, rngs: nnx.Rngs) -> Dense:
-    """Returns the projection of module `k`. Its input has twice the width: first the embedding, then the hidden
-    states."""
+    """Returns the projection of module `k`. Its input concatenates the embedding and the hidden states."""
     dense = Dense(
         [2 * config.base_emb_dim],
         [config.base_emb_dim],
@@ -118,7 +117,7 @@ class MtpLayer(nnx.Module):
 
 
 class MtpBlock(nnx.Module):
-    """All modules."""
+    """All multi-token prediction modules."""
 
     def __init__(self, config: Config, make_block: Callable[..., Any], rngs: nnx.Rngs):
         for k in depths(config):
@@ -140,12 +139,12 @@ def run_mtp(
 ) -> Sown:
     """Runs the modules. Returns the sown values of the modules and their blocks, including `MtpHidden`.
 
-    If not all k successors of a token are in its segment, the token is padding for module k and adds no loss there.
-    Module k uses the position of token t, because RoPE depends only on position differences, and the first position in
-    a segment then stays 0.
+    A token whose segment does not contain its next k tokens is padding for module k and adds no loss there. Module k
+    uses the position of token t instead of t + k. RoPE depends only on position differences, and positions then still
+    start at 0 in each segment.
 
     Args:
-      run_block: `run_block(held, x, context, types) -> x, sown` of one block, where `held` is `part(k, BLOCK)`.
+      run_block: runs one block: `run_block(part(k, BLOCK), x, context, types) -> x, sown`.
       x_kbte: the embeddings of `ahead.tokens`, with the modules first.
       hidden_bte: h_0.
       context: the model's context.
@@ -155,7 +154,8 @@ def run_mtp(
     sown: dict[str, dict[str, jax.Array]] = {kind.__name__: {} for kind in types}
     for k in depths(config):
         context = context._replace(segments=ahead.segments[..., k - 1], documents=None)
-        # Layer numbers: first the stacks, then one number for the dropout sites outside of them, then the modules.
+        # Layer numbers: first the stacks, then one number for the dropout sites outside of them, then the blocks of the
+        # modules, then the rest of each module.
         outside = context.at(layers + count + k)
         embedding = jnp.where((context.segments != 0)[..., None], x_kbte[k - 1], 0)
         embedding = dropout(embedding, outside.at(EMBEDDING).key, context.rows, rate)

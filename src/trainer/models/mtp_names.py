@@ -1,5 +1,6 @@
-"""Parameter names of multi-token prediction: the module of each parameter, and its Hugging Face tensor
-(`models.huggingface.Modules`). In DeepSeek-V3's published weights, module k follows the L layers as layer L + k - 1.
+"""The module and the Hugging Face tensor (`models.huggingface.Modules`) of each multi-token prediction parameter.
+
+In DeepSeek-V3's published weights, module k of a model with L layers is stored as layer L + k - 1.
 """
 
 import re
@@ -41,7 +42,7 @@ def module_of(name: str) -> int:
 
 
 def decoder_name(config: Config, name: str) -> str:
-    """Returns the last layer's parameter that corresponds to `name` in a module's block; elsewhere, `name` itself."""
+    """Returns the last layer's parameter that corresponds to `name`, if `name` is in a module's block; else `name`."""
     own = f"{part_path(module_of(name), BLOCK)}/"
     return f"decoder/{last_block(config)[0]}/{name.removeprefix(own)}" if name.startswith(own) else name
 
@@ -52,7 +53,7 @@ def is_final_norm(name: str) -> bool:
 
 
 def hugging_face_layouts(config: Config, declared: HuggingFace | None = None) -> Mapping[str, Layout]:
-    """Returns the layouts of `declared` (by default, of the family of `config`), and of the modules of `config`."""
+    """Returns the layouts in `declared` (by default, of the family of `config`), and those of the modules."""
     hf = declared or hugging_face(config)
     layouts, modules = dict(hf.layouts), hf.mtp
     for stack in stacks(config):
@@ -76,7 +77,7 @@ def hugging_face_layouts(config: Config, declared: HuggingFace | None = None) ->
 def rotated_heads(
     config: Config, shapes: Mapping[str, tuple[int, ...]], why: str, decoder_block: str = ""
 ) -> dict[str, int]:
-    """Returns the parameters of `shapes` whose entries RoPE rotates, with the number of entries in a head.
+    """Maps each parameter of `shapes` whose entries RoPE rotates to the number of entries in a head.
 
     Args:
       why: the reason why entries must be reordered, for messages.
@@ -99,27 +100,26 @@ def rotated_heads(
 
 
 def module_problem(config: Config, modules: Modules) -> str:
-    """Returns the reason why Hugging Face's format cannot represent the modules of `config`, if it has some; or ""."""
+    """Returns why Hugging Face's format cannot represent the modules of `config`; "" if it can."""
     if config.mtp_num_layers > modules.most:
-        return f"mtp_num_layers={config.mtp_num_layers}: known: up to {modules.most}"
+        return f"mtp_num_layers={config.mtp_num_layers}: the format has at most {modules.most}"
     if recurrent_modules(config):
         return (
             f"mtp_num_layers={config.mtp_num_layers}: the module's block is like the last layer, which is recurrent; "
-            "there it has attention"
+            "the format requires attention"
         )
     return ""
 
 
 def hugging_face_copies(config: Config) -> dict[str, str]:
-    """Returns the modules' tensors that may repeat a tensor of the model, each with the canonical name of the repeated
-    parameter."""
+    """Maps each module tensor that may repeat a tensor of the model to the repeated parameter's canonical name."""
     copies = {_layer(config, k) + name: of for k in depths(config) for name, of in _COPIES.items()}
     table = _COPIES["embed_tokens.weight"]
     return dict.fromkeys(copies, table) if config.logits_via_embedding else copies
 
 
 def in_other_module(config: Config, how: Modules, tensor: str, modules: int) -> bool:
-    """Returns whether a tensor belongs to one of a checkpoint's `modules` modules that `config` does not have."""
+    """Returns whether `tensor` belongs to a module of a checkpoint with `modules` modules that `config` lacks."""
     first, own = config.base_num_decoder_layers - 1, config.mtp_num_layers
     return any(tensor.startswith(how.above.format(first + k)) for k in range(own + 1, modules + 1))
 

@@ -42,7 +42,7 @@ class Names:
         return [path for path in self._table if not any(name.startswith(f"{path}/") for name in names)]
 
     def shaped(self, arrays: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns `arrays` by common names. Renamed arrays are reshaped to the shapes of `like`.
+        """Returns `arrays`, given by common names, with renamed arrays reshaped to the shapes of `like`.
 
         The shapes may differ because a block may merge axes, such as heads and head_dim for a plain matrix product.
         """

@@ -1,4 +1,4 @@
-"""The parameters that a checkpoint may lack. Absent ones start from their initial values."""
+"""The parameters that a checkpoint may lack. Absent parameters keep their initial values."""
 
 from collections.abc import Callable, Collection, Iterable
 
@@ -11,10 +11,10 @@ _PRODUCT = "/product/"  # the part of a name that marks the parameters of a prod
 
 
 def optional_group(config: Config, name: str) -> str:
-    """Returns the path of the group of the canonical parameter `name`, or "" if no checkpoint may lack it.
+    """Returns the path of the optional group that contains the canonical parameter `name`; "" if it is required.
 
-    A checkpoint has all parameters of a group or none. The groups are
-    - the parameters below a path that the family declares (`Family.optional`), also in modules of MTP;
+    A checkpoint has all parameters of an optional group or none. The optional groups are
+    - the parameters below a path that the family declares (`Family.optional`), also in multi-token prediction modules;
     - the parameters of one product, such as an adapter;
     - a module of multi-token prediction.
     """
@@ -30,13 +30,13 @@ def optional_group(config: Config, name: str) -> str:
 def lacking(
     config: Config, names: Iterable[str], held: Callable[[Collection[str]], Collection[str]]
 ) -> dict[str, list[str]]:
-    """Returns the names of each group of parameters that a checkpoint lacks, by the group's path.
+    """Maps the path of each optional group that a checkpoint lacks entirely to the names of the group's parameters.
 
-    A group that is partly in the checkpoint is not returned, because there a missing parameter is an error.
+    A group that is partly in the checkpoint is not returned, because its missing parameters are an error.
 
     Args:
       names: the canonical names of the model's parameters.
-      held: given names, returns the names that the checkpoint contains, at least in part.
+      held: returns which of the given names the checkpoint contains, at least in part.
     """
     groups: dict[str, list[str]] = {}
     for name in names:

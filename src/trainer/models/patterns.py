@@ -25,22 +25,22 @@ def alternating(block: MakeBlock, config: Config) -> list[Stack]:
 
 
 def other_period(config: Config, period: int) -> list[str]:
-    """Returns why MaxText cannot compute the layers; [] if it can, that is, if one in `period` layers has no window."""
+    """Returns why MaxText cannot compute the layers; [] if every `period`-th layer has no window, as in MaxText."""
     every = config.sliding_window_pattern
-    return [] if every == period else [f"sliding_window_pattern={every}: {period} is fixed in its code"]
+    return [] if every == period else [f"sliding_window_pattern={every}: MaxText always uses {period}"]
 
 
 def rotated(every: int, layers: int) -> list[int]:
-    """Returns config.json's `no_rope_layers`: 0 for every `every`-th layer (never, if it is -1), and otherwise 1."""
+    """Returns config.json's `no_rope_layers`: 0 for every n-th layer, 1 for the others. `every`: n; -1: all are 1."""
     return [int(every == -1 or (i + 1) % every != 0) for i in range(layers)]
 
 
 def read_unrotated(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
-    """Returns `nope_layer_interval`. The list of layers takes precedence over the interval, as in transformers."""
+    """Returns `nope_layer_interval`. `no_rope_layers` overrides the interval, as in transformers."""
     every, given = said["no_rope_layer_interval"], said.get("no_rope_layers")
     if given is None:
         return {"nope_layer_interval": every}
     every = given.index(0) + 1 if 0 in given else -1
     if len(given) != said["num_hidden_layers"] or given != rotated(every, len(given)):
-        refused.append(f"no_rope_layers={shortened(str(given))} (known: a 1 for each layer, and a 0 for every n-th)")
+        refused.append(f"no_rope_layers={shortened(str(given))} (known: 0 for every n-th layer, and 1 for the others)")
     return {"nope_layer_interval": every}

@@ -1,4 +1,4 @@
-"""Which products of a model are quantized, and how (the keys of quantization)."""
+"""Which products of a model are quantized, and how, according to the quantization keys."""
 
 import functools
 import re
@@ -74,7 +74,7 @@ def is_quantized(make: MakeProduct | None) -> bool:
 
 
 def named(pattern: str) -> str:
-    """Returns a regular expression that finds `pattern` among the parts of a name, as in mlp/wo."""
+    """Returns a regular expression that finds `pattern` as complete components of a name, such as mlp/wo."""
     return f"(^|/)(?:{pattern})(/|$)"
 
 

@@ -12,11 +12,11 @@ from trainer.models.families import family
 def remat_policy(config: Config, stage: bool = False) -> Policy | None:
     """Returns the policy that determines what a checkpointed block saves, or None if no block is checkpointed.
 
-    `stage`: whether the policy is for an iteration of a pipeline's stage; then it also saves the inputs of the stage's
-    blocks. See `layers.remat.make_policy`.
+    `stage`: whether the policy is for an iteration of a pipeline stage. Such a policy also saves the inputs of the
+    stage's blocks. See `layers.remat.make_policy`.
 
     Raises:
-      UserError: `config` names tensors that the family does not declare; the message lists them.
+      UserError: `config` names tensors that the family does not declare; the message lists these tensors.
     """
     return make_policy(config.remat_policy, _choices(config), family(config.decoder_block).projections, stage)
 
@@ -35,7 +35,7 @@ def check_offload(config: Config, memory_kinds: Iterable[str]) -> None:
     tensors = offloaded(config.remat_policy, _choices(config), family(config.decoder_block).projections)
     if not tensors or "pinned_host" in kinds:
         return
-    has = f"these devices have no pinned_host memory (they have {', '.join(kinds) or 'none that is known'})"
+    has = f"these devices have no pinned_host memory (they have {', '.join(kinds) or 'no known kind of memory'})"
     if config.remat_policy == "custom":
         given = ", ".join(
             f"{tensor}=offload" if tensor in TENSORS else f"custom_offload_tensors={tensor}" for tensor in tensors
@@ -44,12 +44,13 @@ def check_offload(config: Config, memory_kinds: Iterable[str]) -> None:
         raise UserError(f"remat_policy=custom with {given}: {has}; choose {instead} for each")
     instead = {"qkv_proj_offloaded": "save_qkv_proj", "minimal_offloaded": "minimal"}[config.remat_policy]
     raise UserError(
-        f"remat_policy={config.remat_policy}: {has}; {instead} keeps the same tensors on the device, full none"
+        f"remat_policy={config.remat_policy}: {has}; choose {instead}, which keeps the same tensors on the device, or "
+        "full, which keeps none"
     )
 
 
 def _choices(config: Config) -> dict[str, str]:
-    """Returns the choice of remat_policy=custom for each tensor: remat, device or offload."""
+    """Returns what remat_policy=custom does with each tensor: remat, device or offload."""
     choices = {tensor: config[tensor] for tensor in TENSORS}
     if config.remat_policy != "custom":
         return choices

@@ -1,4 +1,4 @@
-"""Which products of a model have masked kernels (the keys of N:M weight sparsity)."""
+"""N:M weight sparsity: which products of a model have masked kernels."""
 
 import functools
 import re
@@ -33,6 +33,6 @@ def _masked(n: int, make: MakeProduct, kernel: Kernel, *, rngs: nnx.Rngs) -> Pro
         return product
     if hasattr(product, "store"):
         raise UserError(
-            f"weight_sparsity_n={n}: {kernel.name} is stored by its product in a form of its own, which has no masks"
+            f"weight_sparsity_n={n}: {kernel.name} is stored in a format of its product that does not support masks"
         )
     return GroupedSparse(product, kernel) if kernel.groups else Sparse(product, kernel)

@@ -27,8 +27,8 @@ T = TypeVar("T")
 
 
 def in_stages(config: Config, found: Sequence[Stack]) -> tuple[Stack, ...]:
-    """Returns the stacks `found`, with the longest stack in a pipeline if `config`, resolved, has several stages. Its
-    layers outside of the pipeline become a separate stack after it.
+    """Returns the stacks `found`, with the longest one in a pipeline if the resolved `config` has several stages. Any
+    layers of this stack that stay outside of the pipeline become a separate stack after it.
 
     Raises:
       UserError: the numbers of stages, repeats, layers per stage and layers do not fit together; the message names the
@@ -80,8 +80,8 @@ def _pipelined(config: Config, stack: Stack) -> int:
         sizes = _sizes(asked, here, repeats, period) or [max(period, round(per_stage / period) * period)]
         raise UserError(
             f"num_layers_per_pipeline_stage={per_stage}: {what} repeats a pattern of {period} different layers, "
-            "which a stage has as a "
-            f"whole; nearest: num_layers_per_pipeline_stage={_nearest(sizes, per_stage)}"
+            "and a stage must consist of whole "
+            f"repetitions; nearest: num_layers_per_pipeline_stage={_nearest(sizes, per_stage)}"
         )
     if repeats == -1 and asked % (here * per_stage) == 0 and asked:
         return asked
@@ -96,7 +96,7 @@ def _pipelined(config: Config, stack: Stack) -> int:
 
 
 def _fitting(layers: int, asked: int, here: int, per_stage: int, repeats: int, period: int) -> list[str]:
-    """Returns settings of one or two keys with which the pipeline fits."""
+    """Returns alternative settings, each of which makes the pipeline fit."""
     found = []
     unit = here * per_stage * max(repeats, 1)
     if repeats > 0 and unit <= layers:
@@ -129,9 +129,9 @@ def joined(plan: Pipeline, inside: Any, outside: Any = None, before: int = 0) ->
     """Returns the array of all layers of a stack, [layers, ...].
 
     Args:
-      inside: [R, S, L, ...], the layers in the pipeline.
-      outside: [layers, ...], the layers outside of it, or None.
-      before: the number of axes before these, such as the axis of DiLoCo's islands.
+      inside: the layers in the pipeline, [repeats, stages, layers of a stage, ...].
+      outside: the layers outside of the pipeline, [layers, ...], or None.
+      before: the number of axes before the axes of layers, such as the axis of DiLoCo's islands.
     """
     rest = inside.shape[before + len(plan.sizes) :]
     whole = inside.reshape(*inside.shape[:before], math.prod(plan.sizes), *rest)
@@ -148,7 +148,7 @@ def divided(plan: Pipeline, whole: Any, before: int = 0) -> tuple[Any, Any]:
 @dataclass(frozen=True)
 class Division:
     """How a pipeline divides the layers of a stack into two stacks: the layers inside, and any layers outside. In
-    checkpoints, both are one stack with the name of `inside`."""
+    checkpoints, the layers of both stacks are one stack, with the name of `inside`."""
 
     inside: Stack
     outside: Stack | None
@@ -160,8 +160,8 @@ class Division:
         return self.inside.pipeline
 
     def to_layers(self, tree: Any, join: Callable[..., Any]) -> Any:
-        """Returns `tree`, any pytree with canonical names of parameters, with `join(inside[, outside])` for the leaves
-        of the stack."""
+        """Returns `tree` with the two stacks replaced by one, whose leaves are `join(inside[, outside])`. `tree`: any
+        pytree with canonical parameter names."""
 
         def one(decoder: dict[str, Any]) -> dict[str, Any]:
             rest = dict(decoder)
@@ -209,8 +209,8 @@ def division(stacks: Sequence[Stack]) -> Division | None:
 
 
 def to_layers(stacks: Sequence[Stack], tree: T) -> T:
-    """Returns `tree`, any pytree with canonical names, with the layers in one leading axis, as without a pipeline. Call
-    this under jit or, for shapes, under `jax.eval_shape`."""
+    """Returns `tree` with the layers of the pipelined stack in one leading axis, as without a pipeline. `tree`: any
+    pytree with canonical names. Call this under jit or, for shapes, under `jax.eval_shape`."""
     found = division(stacks)
     return tree if found is None else found.to_layers(tree, functools.partial(joined, found.plan))
 

@@ -31,7 +31,7 @@ EMBEDDING, BEFORE_HEAD = range(2)
 
 
 def make_logits_dense(config: Config, rngs: nnx.Rngs) -> Dense:
-    """Makes the output head of a model whose head is not the embedding table."""
+    """Makes the output head of a model with untied embeddings."""
     dense = Dense(
         [config.base_emb_dim],
         [config.vocab_size],
@@ -59,7 +59,7 @@ def make_embedder(config: Config, rngs: nnx.Rngs) -> Embed:
 
 
 def make_position_embedder(config: Config, rngs: nnx.Rngs) -> PositionEmbed:
-    """Makes the table of learned positions, for a model with learned positions (`learned_positions`)."""
+    """Makes the table of position embeddings, for a model with `learned_positions`."""
     return PositionEmbed(
         config.trainable_position_size,
         config.base_emb_dim,
@@ -85,7 +85,7 @@ def head_matrix(config: Config) -> tuple[str, ...]:
 
 
 def casts_in_loop(config: Config) -> bool:
-    """Returns whether a rolled loop casts its weights inside (`layers.loop.cast_in_loop`).
+    """Returns whether the body of a rolled loop casts the weights (`layers.loop.cast_in_loop`).
 
     Under Zero-1 it does not, because the step all-gathers the weights before the loop, and casting them before the
     all-gather halves the transferred bytes.
@@ -94,7 +94,7 @@ def casts_in_loop(config: Config) -> bool:
 
 
 def loop_options(config: Config, stack: Stack) -> dict[str, Any]:
-    """Returns arguments of `layers.run.run_stack`, which determine how the stack's loop or pipeline runs."""
+    """Returns the arguments of `layers.run.run_stack` that determine how the stack's loop or pipeline runs."""
     remat = remat_policy(config)
     if stack.pipeline is None:
         scan = config.scan_layers
@@ -126,7 +126,7 @@ def make_context(config: Config, cache: Cache | None, positions: jax.Array, segm
 
 
 def finish_logits(config: Config, logits_btv: jax.Array) -> jax.Array:
-    """Returns logits from the products of the head: scaled and soft-capped as configured."""
+    """Returns the head's logits, scaled and soft-capped as configured."""
     if config.logits_via_embedding and config.normalize_embedding_logits:
         logits_btv = logits_btv / config.base_emb_dim**0.5
     logits_btv = multiplied(logits_btv, config.logits_multiplier)
@@ -160,11 +160,11 @@ class Decoder(nnx.Module):
 
     @classmethod
     def make_block(cls, config: Config, block: MakeBlock, path: str, rngs: nnx.Rngs) -> Any:
-        """Makes a block outside of the stacks, whose canonical name is `path`."""
+        """Makes a block that belongs to no stack and has the canonical name `path`."""
         return with_products(config, path, block(config, rngs), rngs)
 
     def run_block(self, held: Any, x: jax.Array, context: Context, types: Types) -> tuple[jax.Array, Sown]:
-        """Runs a block that `make_block` made; see `layers.loop.run_layer`."""
+        """Runs a block from `make_block`; see `layers.loop.run_layer`."""
         return run_module(held, x, context, types, remat_policy(self.config))
 
     def run_layers(self, x: jax.Array, cache: Cache | None, context: Context, types: Types) -> tuple[Any, Any, Sown]:
@@ -189,7 +189,8 @@ class Decoder(nnx.Module):
 def run_stacks(
     config: Config, run: Callable[..., Any], x: jax.Array, cache: Cache | None, context: Context, types: Types
 ) -> tuple[jax.Array, Cache | None, Sown]:
-    """Calls `run(loop, x, entries)`, see `layers.run.run_stack`, for each stack of the decoder in order."""
+    """Calls `run(loop, x, entries)` for each stack of the decoder in order; see `layers.run.run_stack`. Returns the
+    last stack's x, the cache, and the sown values."""
     entries, first = {}, 0
     sown: dict[str, dict[str, jax.Array]] = {variable_type.__name__: {} for variable_type in types}
     for stack in stacks(config):
@@ -211,7 +212,7 @@ def _sow_all(module: nnx.Module, types: Types, sown: Sown) -> None:
 class Transformer(nnx.Module):
     """A decoder-only language model.
 
-    `decoder` is the class of its decoder; a combination may use another class with the same parameters.
+    `decoder` is the class of its decoder; another class must have the same parameters.
     """
 
     def __init__(self, config: Config, rngs: nnx.Rngs, decoder: type[Decoder] = Decoder):
@@ -237,14 +238,14 @@ class Transformer(nnx.Module):
         """Returns the input of the head, [b, t, e], and the cache.
 
         Args:
-          inputs, inputs_position, inputs_segmentation: int [b, t]; the names are the fields of a batch. Without a
-            cache, a row may have no more documents than a row of the configured data.
+          inputs, inputs_position, inputs_segmentation: int [b, t]; the batch fields with these names. Without a cache,
+            a row must not have more documents than a row of the configured data can have.
           row: int [b], each row's index in the global batch.
           cache: the cache of earlier positions (`models.caches.init_cache`), or None.
           key: dropout key of this step, or None for no dropout.
           types: sown types that the caller captures.
           sampled, ranks: see `products.Context`.
-          ahead: the input of the modules of multi-token prediction; None: they do not run.
+          ahead: the input of the multi-token prediction modules; None: these modules do not run.
         """
         x, further = embedded(self.token_embedder, inputs, ahead)
         sow(self, Activation, "embedding", x)
@@ -265,5 +266,5 @@ class Transformer(nnx.Module):
         return finish_logits(self.config, logits)
 
     def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
-        """Returns logits [b, t, v]. The arguments are those of `hidden`."""
+        """Returns logits [b, t, v]. Takes the arguments of `hidden`."""
         return self.head(self.hidden(*args, **kwargs)[0])

@@ -24,7 +24,7 @@ ROW = {"row": Field(("rows",))}
 
 
 class Mean(NamedTuple):
-    """A mean over a batch, as two scalars that add up over batches. Both are 0 if the weight is 0."""
+    """A mean over a batch, as two scalars that can be summed over batches. If the weight is 0, so is the total."""
 
     total: jax.Array
     weight: jax.Array
@@ -50,8 +50,8 @@ class Evaluation(NamedTuple):
       tokens: as in `Weights`.
       loss: `eval_loss`, which also selects the best checkpoints.
       cross_entropy: nats per loss-bearing token, that is, per token of `targets` whose `targets_segmentation` is not 0.
-        Used for perplexity and bits per byte. None if the objective has no such mean; a batch then does not need these
-        fields.
+        Used for perplexity and bits per byte. None if the objective has no cross entropy; a batch then does not need
+        these two fields.
       others: additional means by name, reported as eval_NAME.
     """
 
@@ -80,11 +80,12 @@ class Frozen(NamedTuple):
       abstract: a pytree with a ShapeDtypeStruct at each leaf.
       axes: the same tree with a `sharding.Axes` at each leaf.
       make: returns the arrays, given `abstract` with a sharding at each leaf. Since no checkpoint contains the arrays,
-        it is called at the start of every process, and must return the same arrays in a resumed run. None: the arrays
-        are those at `place` or, without it, the parameters with which the run began (`first_parameters`).
-      place: the key that names the folder with the weights, if they are a teacher's (`weights.teacher_files`).
+        `make` is called at the start of every process, and must return the same arrays in a resumed run. None: the
+        arrays are loaded from `place` or, if `place` is empty, are the run's initial parameters (`first_parameters`).
+      place: the configuration key for the folder with a teacher's weights (`weights.teacher_files`); "": the arrays are
+        not a teacher's.
       on_host: whether the arrays are stored in host memory.
-      flops: the FLOPs for one token of a step that only these arrays need.
+      flops: the additional FLOPs per token of a step that these arrays require.
     """
 
     abstract: Any
@@ -99,7 +100,7 @@ class Objective(Protocol):
     """A training objective.
 
     Every term is a sum over rows, divided by a weight that is known in advance. The loss therefore does not depend on
-    accumulation over microbatches.
+    how a batch is split into microbatches.
 
     One term name is reserved: `lm_loss` is the cross entropy of the next token in nats, weighted by the number of
     loss-bearing tokens. The term is optional; if it exists, perplexity is reported.
@@ -108,17 +109,18 @@ class Objective(Protocol):
     `sums` and `evaluation` then receive these arrays as the keyword argument `frozen`.
 
     If the attribute `of_step` is true, `sums` receives the number of completed updates, int32 [], as the keyword
-    argument `step`; None outside of training.
+    argument `step`. Outside of training, `step` is None.
 
     An objective may read arrays that are derived from a batch and depend on the order of its tokens. The attribute
-    `derived` declares them, like `fields`, and the method `prepare(batch) -> batch` adds them. `prepare` runs on the
-    host, on this process's whole rows, because on devices the tokens of a row may be in another order.
+    `derived` declares these arrays in the format of `fields`, and the method `prepare(batch) -> batch` adds them.
+    `prepare` runs on the host, on this process's whole rows, because on devices the tokens of a row may be reordered.
 
-    Evaluation may not read all fields. The attribute `unevaluated` declares the fields that are then zeros, like
-    `fields`.
+    If evaluation does not read all fields, the attribute `unevaluated` declares the unread ones in the format of
+    `fields`. They are zeros in evaluation batches.
 
-    The keys `z_loss_multiplier`, `label_smoothing` and `mtp_num_layers` add terms to the next-token loss. They are
-    refused unless the attribute `reads` of the objective's class, not of a base class, names them (`unread`).
+    The keys `z_loss_multiplier`, `label_smoothing` and `mtp_num_layers` add terms to the next-token loss. The attribute
+    `reads` lists those keys that the objective supports; the others are refused if they are set (`unread`). The
+    objective's class must define `reads` itself: an inherited `reads` is ignored.
 
     An objective may report maxima over the tokens of a batch: the attribute `maxima` lists their names, and `sums`
     returns their values as sown values of type `layers.sown.Maximum`.
@@ -126,7 +128,7 @@ class Objective(Protocol):
 
     @property
     def fields(self) -> Mapping[str, Field]:
-        """The arrays of a batch that the objective reads, by name. The first size of each is "rows". Every batch also
+        """The arrays of a batch that the objective reads, by name. The first axis of each is "rows". Every batch also
         has `ROW`, which need not be declared."""
 
     @property
@@ -145,7 +147,8 @@ class Objective(Protocol):
         capture: tuple[type[nnx.Variable], ...] = (),
         sampled: jax.Array | None = None,
     ) -> Sums:
-        """Returns the sums over `batch`, and the sown `capture`. `key` and `sampled` are for `backends.Model.apply`."""
+        """Returns the sums over `batch`, and the sown values of the types in `capture`. `key` and `sampled` are passed
+        to `backends.Model.apply`."""
 
     def evaluation(self, params: Any, rest: Any, batch: Batch) -> Evaluation:
         """Returns the values that evaluation reports for `batch`, without dropout."""
@@ -165,15 +168,16 @@ _TERMS = ("z_loss_multiplier", "label_smoothing", "mtp_num_layers")
 
 
 def reads_of(objective: Objective) -> Collection[str]:
-    """Returns the keys of `unread` that the objective reads. A subclass does not inherit them: its loss may differ."""
+    """Returns the keys in `_TERMS` that the objective reads. A subclass does not inherit `reads`, because its loss may
+    differ."""
     return objective.reads if "reads" in vars(type(objective)) else ()  # type: ignore[attr-defined]
 
 
 def unread(objective: Objective, config: Config) -> list[str]:
     """Returns a message for each loss term that `config` requests but `objective` does not compute."""
     return [
-        f"{key}={config[key]}: the objective {type(objective).__name__} does not read it; leave it out, or name it in "
-        "the objective's attribute reads"
+        f"{key}={config[key]}: the objective {type(objective).__name__} does not read it; remove the key, or list "
+        "it in the objective's attribute reads"
         for key in _TERMS
         if config[key] and key not in reads_of(objective)
     ]

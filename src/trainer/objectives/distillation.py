@@ -21,7 +21,7 @@ from trainer.ops.losses import cross_entropy
 
 PARAMS, REST = "params", "rest"  # the two parts of the teacher's arrays
 TEMPERATURE = "temperature"
-KNOWN = "teacher_knows"  # the derived field: 1 if the teacher has all tokens of the segment up to this one
+KNOWN = "teacher_knows"  # the derived field: 1 if the teacher has this token and all earlier ones of the segment
 
 
 class Schedule(NamedTuple):
@@ -46,11 +46,11 @@ class Teacher(NamedTuple):
     """The model from which the student learns.
 
     Attributes:
-      config: its resolved configuration.
+      config: the teacher's resolved configuration.
       apply: `backends.Model.apply`.
-      frozen: its arrays, {PARAMS: ..., REST: ...}.
+      frozen: the teacher's arrays, {PARAMS: ..., REST: ...}.
       tokens: the number of leading tokens that both vocabularies share. Divergences are computed over these tokens.
-      tiling: the tiling with its head; None without tiles.
+      tiling: the tiling for the teacher's head; None without tiles.
     """
 
     config: Config
@@ -61,7 +61,7 @@ class Teacher(NamedTuple):
 
     @property
     def vocab_size(self) -> int:
-        """The number of its tokens."""
+        """The size of the teacher's vocabulary."""
         return int(self.config.vocab_size)
 
 
@@ -76,23 +76,23 @@ class Compared(NamedTuple):
 class Distillation(NextToken):
     """A divergence from the teacher, mixed with the next-token loss. See `Objective`.
 
-    With the share a = `alpha` and the temperature T, the minimized terms are means over the loss-bearing tokens:
+    With the mixing weight a = `alpha` and the temperature T, the minimized terms are means over loss-bearing tokens:
       distill_loss: a T^2 D, where D is the divergence of softmax(logits / T) of both models. The gradient of D with
         respect to the logits is proportional to 1 / T^2 at high temperatures (Hinton et al. 2015, arXiv:1503.02531).
       label_loss, label_smoothing_loss: (1 - a) times lm_loss and label_smoothing_loss of `NextToken`.
       z_loss: as in `NextToken`.
-    Measured are lm_loss, divergence (D), and teacher_lm_loss, the teacher's cross entropy at temperature 1.
+    The measured terms are lm_loss, divergence (D), and teacher_lm_loss, the teacher's cross entropy at temperature 1.
 
     The teacher has no dropout. If the student has tokens that the teacher lacks, D is 0 from the first such token of a
-    segment to the segment's end, because the teacher cannot read the text. Modules of multi-token prediction learn from
-    the labels alone.
+    segment to the segment's end, because the teacher cannot read the text. Multi-token prediction modules learn
+    from the labels alone.
     """
 
     teacher: Teacher
     divergence: Divergence
     alpha: Schedule
     temperature: Schedule
-    vocab_size: int  # the number of the student's tokens
+    vocab_size: int  # the size of the student's vocabulary
 
     compared: ClassVar[tuple[str, ...]] = ("targets",)  # fields of a batch that the comparison reads
 
@@ -174,7 +174,7 @@ class Distillation(NextToken):
         return Compared(divergence, cross_entropy(logits, tokens["targets"])[0])
 
     def _divergence(self, student: jax.Array, teacher: jax.Array, tokens: Batch) -> jax.Array:
-        """Returns the divergence at each token. `tokens`: `compared` fields, and the temperature."""
+        """Returns the divergence at each token. `tokens`: the fields in `compared`, and the temperature."""
         tempered = (logits.astype(jnp.float32) / tokens[TEMPERATURE][..., None] for logits in (student, teacher))
         student, teacher = first_tokens(self.teacher.tokens, *tempered)
         return self._of_logits(student, teacher, tokens)
@@ -189,7 +189,8 @@ class Distillation(NextToken):
         return bears_loss & (batch[KNOWN] != 0) if self.derived else bears_loss
 
     def _in_both(self, batch: Batch) -> jax.Array:
-        """Returns whether the teacher can read the text before a token that both models have, bool [b, t]."""
+        """Returns whether a target bears loss, is in both vocabularies, and follows text that the teacher can read,
+        bool [b, t]."""
         return Distillation._known(self, batch) & (batch["targets"] < self.teacher.tokens)
 
     def _bears_loss(self, batch: Batch) -> jax.Array:
@@ -197,8 +198,8 @@ class Distillation(NextToken):
 
 
 def known_so_far(known: np.ndarray, segments: np.ndarray) -> np.ndarray:
-    """Returns whether `known` is true for all tokens of the segment up to each token, bool [b, t]. `segments`: of each
-    token; equal ones are contiguous."""
+    """Returns, for each token, whether `known` is true for it and all earlier tokens of its segment, bool [b, t].
+    `segments`: the segment of each token; equal values are contiguous."""
     unknown = np.cumsum(~known, axis=1)
     begins = np.diff(segments, axis=1, prepend=-1) != 0
     before = np.where(begins, unknown - ~known, 0)

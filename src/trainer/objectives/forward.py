@@ -13,12 +13,12 @@ from trainer.objectives.base import Batch
 from trainer.objectives.tiling import Tiling, in_tiles
 from trainer.ops.losses import cross_entropy, tempered
 
-AHEAD = "mtp_inputs", "mtp_inputs_segmentation"  # batch fields that make a `models.mtp.Ahead`
+AHEAD = "mtp_inputs", "mtp_inputs_segmentation"  # the batch fields of a `models.mtp.Ahead`
 Apply = Callable[..., tuple[Any, Sown, Any]]  # `backends.Model.apply`
 
 
 def ahead_of(batch: Batch) -> Ahead | None:
-    """Returns the fields of `batch` that modules of multi-token prediction read; None if the batch lacks them."""
+    """Returns the fields of `batch` that multi-token prediction modules read; None if the batch lacks them."""
     return Ahead(*(batch[name] for name in AHEAD)) if AHEAD[0] in batch else None
 
 
@@ -33,8 +33,8 @@ def hidden_states(
 ) -> tuple[jax.Array, Sown]:
     """Returns the hidden states [b, t, e] of the inputs of `batch`, and the sown values of `capture`.
 
-    With `MtpHidden` in `capture`, the modules of multi-token prediction run. `key` is for dropout. `sampled`: whether
-    rules read sown values in this step (`products.Context`).
+    With `MtpHidden` in `capture`, the multi-token prediction modules run. `key` is for dropout. `sampled`: whether
+    update rules read sown values in this step (`products.Context`).
     """
     inputs = (batch["inputs"], batch["inputs_position"], batch["inputs_segmentation"], batch["row"])
     ahead = ahead_of(batch) if MtpHidden in capture else None
@@ -53,16 +53,16 @@ class TokenLogProbs(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """A model without gradients, whose logits are compared with those of the trained model; or only a function of the
-    trained model's logits.
+    """A function that compares the trained model's logits with those of another model, which has no gradients. Without
+    another model, it is a function of the trained model's logits alone.
 
     Attributes:
-      compare: (the trained model's logits [b, t, v], this model's logits [b, t, w], `tokens`) -> a pytree of [b, t].
-        Without a model, the second argument is None.
+      compare: maps the trained model's logits [b, t, v], the other model's logits [b, t, w] and `tokens` to a pytree of
+        arrays [b, t]. Without another model, its second argument is None.
       tokens: a pytree of arrays [b, t, ...] that `compare` reads.
-      apply, params, rest: the model; `apply` is None without a model.
-      hidden_bte: its hidden states.
-      tiling: the tiling with its head; None without tiles.
+      apply, params, rest: the other model; `apply` is None without one.
+      hidden_bte: the other model's hidden states.
+      tiling: the tiling for the other model's head; None without tiles.
     """
 
     compare: Callable[..., Any]
@@ -89,9 +89,9 @@ def target_log_probs(
 ) -> TokenLogProbs:
     """Returns the head's `TokenLogProbs` for `target_bt`, from the hidden states.
 
-    They are computed in float32 from logits in the model's dtype, divided by `temperature`. With `tiling`, the logits
-    of only one tile exist at a time. `mean`, `best`: also compute these fields. `other`: computes `compared`, from
-    logits that are not divided.
+    The log-probabilities are computed in float32 from logits in the model's dtype, divided by `temperature`. With
+    `tiling`, the logits of only one tile exist at a time. `mean`, `best`: whether to compute these fields. `other`
+    computes the field `compared`, from logits that are not divided by `temperature`.
     """
 
     def values(params: Any, rest: Any, hidden_bte: jax.Array, tokens: Any, *models: Any) -> TokenLogProbs:

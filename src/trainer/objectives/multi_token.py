@@ -24,13 +24,13 @@ TARGETS, SEGMENTS = "mtp_targets", "mtp_targets_segmentation"
 
 @dataclass(frozen=True)
 class MultiToken:
-    """The terms of `next_token`, and the same terms for `modules` modules: mtp_loss, mtp_z_loss, ... See `Objective`.
+    """The terms of `next_token`, and a module term for each of them: mtp_loss, mtp_z_loss, ... See `Objective`.
 
-    For a module term, each module takes the mean over the tokens that it predicts. The term is `scale` times the mean
-    of these means. Its sums and its weight are arrays [modules].
+    For a module term, each of the `modules` modules has a mean over the tokens that it predicts. The term is `scale`
+    times the mean of these means. The sums and the weight of a module term are arrays [modules].
 
     Attributes:
-      evaluated: the module whose acceptance rate evaluation reports; 0: none.
+      evaluated: the number of the module whose acceptance rate evaluation reports; 0: none.
     """
 
     next_token: NextToken
@@ -48,14 +48,15 @@ class MultiToken:
 
     def __getattr__(self, name: str) -> Any:
         """Returns an optional attribute of `Objective` from `next_token`."""
-        if name.startswith("__"):  # of copies, which do not have the wrapped objective yet
+        if name.startswith("__"):  # an unfinished copy does not have the wrapped objective yet
             raise AttributeError(name)
         return getattr(self.next_token, name)
 
     @property
     def derived(self) -> Mapping[str, Field]:
-        """See `Objective`. For token t and module k: token t + k; the segment of t if it contains the k successors of
-        t, else 0; the target; and the target's segment, 0 if there is no target. Each is [b, t, modules]."""
+        """See `Objective`. Four arrays [b, t, modules]. For token t and module k, they contain: token t + k; the
+        segment of t, or 0 if it does not contain the next k tokens; module k's target; and the target's segment, or 0
+        without a target."""
         of_modules = dict.fromkeys((*AHEAD, TARGETS, SEGMENTS), Field(("rows", "length", self.modules)))
         return {**derived_of(self.next_token), **of_modules}
 
@@ -104,7 +105,7 @@ class MultiToken:
     def evaluation(self, params: Any, rest: Any, batch: Batch, **others: Any) -> Evaluation:
         """See `Objective.evaluation`. With `evaluated` = k, also reports mtp_acceptance_rate.
 
-        The rate is the share of the tokens with a loss in module k for which the most likely token of module k equals
+        Among the tokens with a loss in module k, the rate is the share for which module k's most likely token equals
         the token that the model itself predicts k tokens later.
         """
         if not self.evaluated:

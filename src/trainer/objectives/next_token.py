@@ -46,7 +46,7 @@ class NextToken:
         self, params: Any, rest: Any, hidden_bte: jax.Array, target_bt: jax.Array, **computed: Any
     ) -> tuple[dict[str, jax.Array], TokenLogProbs]:
         """Returns the terms of each token, float32 [b, t], and the log-probabilities from which they are computed. A
-        term whose multiplier is 0 is left out. `computed`: `best` and `other` of `target_log_probs`."""
+        term whose multiplier is 0 is omitted. `computed`: the arguments `best` and `other` of `target_log_probs`."""
         smoothed = self.label_smoothing != 0
         logs = target_log_probs(self.apply, params, rest, hidden_bte, target_bt, self.tiling, mean=smoothed, **computed)
         terms = {"lm_loss": -logs.target}

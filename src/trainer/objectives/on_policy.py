@@ -18,16 +18,16 @@ OLD, LABELLED = "old_log_probs", "labelled"
 class OnPolicy(Distillation):
     """`Distillation` on completions of the student (Agarwal et al. 2024, arXiv:2306.13649). See `Objective`.
 
-    Only the completions' tokens bear loss. `LABELLED`, the same for all completions of a batch, is 1 if they come from
-    the data; otherwise label_loss is 0.
+    Only the completions' tokens bear loss. The field `LABELLED` is the same for all completions of a batch: 1 if they
+    come from the data, otherwise 0, which also makes label_loss 0.
 
     With `sampled`, D is estimated from the sampled token y alone: D = -r A. Here r = p_student(y) / p_old(y), where
     p_old is the distribution from which y was sampled, and the advantage A = log p_teacher(y) - log p_student(y) has no
-    gradient (Lu et al. 2025, thinkingmachines.ai/blog/on-policy-distillation). The expectation of D is
-    KL(student || teacher) over the tokens that both vocabularies share, and that of its gradient is its gradient. D of
-    a token that the teacher lacks is 0.
+    gradient (Lu et al. 2025, thinkingmachines.ai/blog/on-policy-distillation). The expectation of this
+    estimate is KL(student || teacher) over the tokens that both vocabularies share, and the expectation of its gradient
+    is the gradient of this KL divergence. For a token that the teacher lacks, D is 0.
 
-    Evaluation measures D itself, not its estimate, on greedy answers; its mean is also the loss.
+    Evaluation measures D itself, not its estimate, on greedy answers; the mean of D is also the evaluation loss.
     """
 
     sampled: bool

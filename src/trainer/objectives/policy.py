@@ -21,19 +21,19 @@ _FLOATS = Field(dtype="float32")
 
 @dataclass(frozen=True)
 class Policy:
-    """The clipped policy gradient of completions, and their KL divergence from a reference. See `Objective`.
+    """The clipped policy-gradient loss of completions, and their KL divergence from a reference. See `Objective`.
 
     Each segment of a row is a sequence: a prompt and its completion. Only the completion's tokens bear loss. Let r be a
     token's current probability divided by its probability when sampled, and A its completion's advantage. The terms are
       policy_loss: -min(r A, clip(r, 1 - low, 1 + high) A) (Shao et al. 2024, arXiv:2402.03300);
-      kl_loss: `beta` times (exp(d) - d - 1), where d is the reference's log-probability minus the policy's. This is an
-        estimate of the KL divergence from the reference, never negative (Schulman 2020, joschu.net/blog/kl-approx).
+      kl_loss: `beta` times (exp(d) - d - 1), where d is the reference's log-probability minus the policy's. This is a
+        nonnegative estimate of the KL divergence from the reference (Schulman 2020, joschu.net/blog/kl-approx).
     As in the rollouts, probabilities are softmax(logits / `temperature`) over all tokens.
 
     Attributes:
       low, high: how far r may be below and above 1 before it is clipped.
-      of_sequences: r is the geometric mean of the ratios of the completion's tokens (Zheng et al. 2025,
-        arXiv:2507.18071). Since these tokens share one advantage, GSPO-token has the loss and gradients of GSPO.
+      of_sequences: whether r is the geometric mean of the ratios of the completion's tokens (Zheng et al. 2025,
+        arXiv:2507.18071). Since these tokens share one advantage, GSPO-token and GSPO have equal losses and gradients.
       aggregation: see rl_loss_agg_mode in base.yml. Divisors are computed over the whole batch.
       frozen: the reference (`first_parameters`); None without `beta`.
     """
@@ -75,7 +75,7 @@ class Policy:
         *,
         frozen: Any = None,
     ) -> Sums:
-        """See `Objective.sums`. Sows the largest change of a token's log-probability since it was sampled."""
+        """See `Objective.sums`. Sows the largest absolute change of a token's log-probability since sampling."""
         drawn = batch["targets_segmentation"] != 0
         log_probs, sown = self._log_probs(params, rest, batch, key, capture, sampled)
         change = jnp.where(drawn, log_probs - batch["old_log_probs"], 0)

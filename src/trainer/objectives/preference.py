@@ -1,7 +1,7 @@
 """Preference optimization: makes the chosen of two answers more likely than the rejected one.
 
-Segments 2k - 1 and 2k of a row are pair k: the chosen and the rejected sequence, each a prompt and an answer. The
-tokens of the answers bear loss. Shapes: b rows, t tokens of a row, p pairs that a row could have.
+Segments 2k - 1 and 2k of a row are pair k: the chosen and the rejected sequence, each a prompt and an answer. Only
+the answers' tokens bear loss. Shapes: b rows, t tokens of a row, p pairs that a row can have at most.
 """
 
 import abc
@@ -44,13 +44,13 @@ class Preference(abc.ABC):
 
     In addition to the minimized terms, these are measured:
       chosen_reward, rejected_reward: see the subclasses;
-      reward_margin: their difference;
+      reward_margin: chosen_reward - rejected_reward;
       reward_accuracy: the share of pairs whose chosen answer has the greater reward;
       chosen_nll: minus the mean log-probability of the tokens of the chosen answer.
 
     Attributes:
       smoothing: the assumed probability that the labels of a pair are swapped.
-      frozen: the parameters of the reference model, see `Objective`; None without one.
+      frozen: the parameters of the reference model, see `Objective`; None without a reference.
     """
 
     apply: Apply
@@ -87,8 +87,8 @@ class Preference(abc.ABC):
     ) -> Sums:
         """See `Objective.sums`. The reference has no dropout.
 
-        If policy and reference have equal parameters, the policy's log-probabilities serve for both. Two compiled
-        forward passes could round differently, and the accuracy would be arbitrary instead of 0.
+        Without dropout, if policy and reference have equal parameters, the policy's log-probabilities are used for
+        both: two compiled forward passes could round differently, which would make the accuracy arbitrary instead of 0.
         """
         policy_bt, sown = self._logs(params, rest, batch, key, capture, sampled)
         reference_bt = None
@@ -123,7 +123,7 @@ class Preference(abc.ABC):
         return target_log_probs(self.apply, params, rest, hidden, batch["targets"], self.tiling).target, sown
 
     def _smoothed(self, logits: jax.Array) -> jax.Array:
-        """Returns the cross entropy of the labels, given the logits of the event that the labels are correct."""
+        """Returns the cross entropy with label smoothing, given the logits of the event that the labels are correct."""
         return -(1 - self.smoothing) * jax.nn.log_sigmoid(logits) - self.smoothing * jax.nn.log_sigmoid(-logits)
 
 
@@ -173,8 +173,9 @@ class Orpo(Preference):
 
 
 def of_pairs(values_bt: jax.Array | None, batch: Batch, which: str = ANSWERS) -> OfPairs:
-    """Returns the sums of `values_bt` (None: the number of tokens) over the tokens that have a segment in
-    `batch[which]`: by default the tokens of the answers, with "inputs_segmentation" all tokens."""
+    """Returns the sum of `values_bt` over each sequence's tokens that have a segment in `batch[which]`: by default the
+    answer's tokens; with "inputs_segmentation", all tokens. If `values_bt` is None, returns the number of these tokens.
+    """
     segment_bt = batch[which]
     sums_bs = segment_sums(jnp.ones_like(segment_bt) if values_bt is None else values_bt, segment_bt)
     end = 1 + segment_bt.shape[-1] // 2 * 2

@@ -1,4 +1,4 @@
-"""A reference model: the policy as it was at the beginning of the run."""
+"""A reference model: the policy at the beginning of the run."""
 
 from typing import Any
 
@@ -13,8 +13,9 @@ from trainer.optim.optimizer import trainable
 def first_parameters(config: Config, model: Any) -> Frozen:
     """Returns the `frozen` declaration of an objective that reads the run's initial parameters.
 
-    It contains only the trained parameters, and None for all others, which stay unchanged in the train state. With
-    adapters, the reference is therefore the base model with the initial adapters, and only adapters need memory.
+    The declaration contains the trained parameters, and None for all others, which stay unchanged in the train state.
+    With adapters, the reference is therefore the base model with the initial adapters, and only the adapters are stored
+    twice.
 
     Args:
       config: resolved.
@@ -27,7 +28,8 @@ def first_parameters(config: Config, model: Any) -> Frozen:
 
 
 def reference_parameters(params: Any, frozen: Any) -> Any:
-    """Returns the reference model's parameters, without gradients; `frozen` contains the trained ones."""
+    """Returns the reference model's parameters, without gradients: the leaves of `frozen`, or those of `params` where
+    `frozen` has None."""
     joined = jax.tree.map(
         lambda now, first: now if first is None else first, params, frozen, is_leaf=lambda leaf: leaf is None
     )

@@ -23,7 +23,8 @@ from trainer.ops.divergence import divergence_of
 
 
 def make_objective(config: Config, model: Any, teacher: Teacher | SavedTeacher | None = None) -> Objective:
-    """Returns the objective of `config`, resolved, for `model` (`backends.Model`). `teacher`: with use_distill."""
+    """Returns the objective of the resolved `config` for `model` (`backends.Model`). `teacher` is needed for
+    use_distill."""
     if config.use_grpo or config.use_dpo:
         objective = (_policy if config.use_grpo else _preference)(config, model)
     else:
@@ -83,7 +84,7 @@ def _policy(config: Config, model: Any) -> Objective:
 
 
 def make_tiling(config: Config, model: Any) -> Tiling | None:
-    """Returns the tiling of the loss; None for `num_vocab_tiling` 1."""
+    """Returns the tiling of the loss; None if `num_vocab_tiling` is 1."""
     if config.num_vocab_tiling == 1:
         return None
     return Tiling(config.num_vocab_tiling, head_matrix(config), model.param_axes, jnp.dtype(config.dtype))

@@ -18,12 +18,12 @@ KEYS = {BALANCE[0]: "load_balance_loss_weight", Z[0]: "router_z_loss_weight"}
 
 @dataclass(frozen=True)
 class WithRouters:
-    """The terms of `objective`, and, if their weights are above 0,
+    """The terms of `objective` and, for weights above 0, these terms:
       moe_lb_loss: `balance` times the mean over layers and rows of `ops.routing.load_balance`;
       router_z_loss: `z` times the mean over layers and tokens of the squared log of the softmax normalizer.
 
-    Padding rows and padding tokens are left out. The mean includes all layers with a router, also in modules of
-    multi-token prediction. Evaluation leaves out both terms.
+    The means exclude padding rows and padding tokens. They include all layers with a router, also in multi-token
+    prediction modules. Evaluation omits both terms.
     """
 
     objective: Objective
@@ -44,7 +44,7 @@ class WithRouters:
 
     def __getattr__(self, name: str) -> Any:
         """Returns an optional attribute of `Objective` from the wrapped objective."""
-        if name.startswith("__"):  # of copies, which do not have the wrapped objective yet
+        if name.startswith("__"):  # an unfinished copy does not have the wrapped objective yet
             raise AttributeError(name)
         return getattr(self.objective, name)
 
@@ -71,7 +71,7 @@ class WithRouters:
         own = {}
         for (term, name), weight in ((BALANCE, self.balance), (Z, self.z)):
             if weight:
-                # Values of one layer, or of all layers of a stack.
+                # Each value is for one layer, or for all layers of a stack.
                 values = [value.reshape(-1) for path, value in sown.items() if path.rpartition("/")[2] == name]
                 if not values:
                     raise UserError(

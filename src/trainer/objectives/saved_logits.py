@@ -16,15 +16,15 @@ from trainer.objectives.forward import Comparison
 from trainer.objectives.next_token import NextToken
 from trainer.ops.divergence import first_tokens, with_others
 
-# The batch fields: the logits [b, t, k] of the tokens TOKENS [b, t, k]; and OTHERS [b, t], the logit of the event that
-# any other token follows, at the temperature of the run. If all logits are saved, they are in vocabulary order, and
-# there are no other fields.
+# The batch fields: LOGITS [b, t, k]; TOKENS [b, t, k], the tokens of these logits; and OTHERS [b, t], the logit of the
+# event that any other token follows, at the temperature of the run. If all logits are saved, they are in vocabulary
+# order, and LOGITS is the only field.
 LOGITS, TOKENS, OTHERS = "teacher_logits", "teacher_tokens", "teacher_others"
 
 
 def saved_fields(k: int, vocab_size: int, dtype: str) -> dict[str, Field]:
-    """Returns the batch fields of k saved logits of each position, stored in `dtype`, of a teacher with `vocab_size`
-    tokens."""
+    """Returns the batch fields for k saved logits per position, stored in `dtype`. `vocab_size`: the size of the
+    teacher's vocabulary."""
     saved = {LOGITS: Field(("rows", "length", k), dtype)}
     if k < vocab_size:
         ids = "uint16" if vocab_size <= 1 << 16 else "int32"
@@ -33,7 +33,7 @@ def saved_fields(k: int, vocab_size: int, dtype: str) -> dict[str, Field]:
 
 
 class SavedTeacher(NamedTuple):
-    """A teacher of which only logits exist, in the fields `saved`. `tokens`, `vocab_size`: see `Teacher`."""
+    """A teacher known only by its logits, in the batch fields `saved`. `tokens`, `vocab_size`: see `Teacher`."""
 
     tokens: int
     vocab_size: int
@@ -43,7 +43,7 @@ class SavedTeacher(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SavedDistillation(Distillation):
-    """`Distillation` from saved logits. If all logits are saved, the terms are the same.
+    """`Distillation` from saved logits. If all logits are saved, the terms are unchanged.
 
     With fewer logits, D compares distributions over k + 1 events: each saved token, and any other token.
     teacher_lm_loss is then not measured. Evaluation, for which no logits are saved, reports the next-token loss alone.

@@ -1,4 +1,4 @@
-"""Values of the segments of packed rows: the sequences that share a row.
+"""Values per segment of packed rows. Segments are the sequences that share a row.
 
 Segment ids count from 1 in each row, and 0 is padding. An array over segments is [b, t + 1]: entry k of a row belongs
 to segment k, entry 0 to padding, and entries after the last segment are 0.
@@ -15,5 +15,5 @@ def segment_sums(values_bt: jax.Array, segment_bt: jax.Array) -> jax.Array:
 
 
 def of_tokens(values_bs: jax.Array, segment_bt: jax.Array) -> jax.Array:
-    """Returns the value of the segment of each token, [b, t]."""
+    """Returns, for each token, the value of its segment, [b, t]."""
     return jnp.take_along_axis(values_bs, segment_bt, axis=-1)

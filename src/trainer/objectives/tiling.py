@@ -50,7 +50,7 @@ def in_tiles(
 ) -> Any:
     """Returns `fn(params, rest, hidden_bte, tokens, *others)`, a pytree of arrays [b, t, ...], computed tile by tile.
 
-    `fn` must read only the output heads' parts of all `params` and `rest`, and compute each token independently. A
+    `fn` must read only the output heads in all `params` and `rest`, and compute each token independently. A
     custom VJP (docs/decisions/0014) computes gradients with respect to the head's parameters and `hidden_bte`. It saves
     only its arguments, and its backward pass calls `fn` again for each tile. Each device sums the head's gradient over
     its tiles in float32. One all-reduce after the last tile adds the devices' sums. Supports reverse mode only.
@@ -84,7 +84,7 @@ class _Head:
     """The output head of a model: the part of its weights that a tile reads."""
 
     def __init__(self, tiling: Tiling, params: Any, rest: Any):
-        """`params` and `rest` supply the shapes of the parts that a tile does not read."""
+        """Keeps only the shapes and dtypes of `params` and `rest`."""
         self.params, self.rest = _abstract(params), _abstract(rest)
         self.path, self.matrix, self.dtype = tiling.matrix[:-1], tiling.matrix[-1], tiling.dtype
         self.names = _at(tiling.param_axes, self.path)
@@ -94,11 +94,11 @@ class _Head:
         return _at(params, self.path), _at(rest, self.path)
 
     def whole(self, head: Any, buffers: Any) -> tuple[Any, Any]:
-        """Returns (params, rest) with the given parts."""
+        """Returns (params, rest) with the given head and buffers; all other leaves are abstract."""
         return _with(self.params, self.path, head), _with(self.rest, self.path, buffers)
 
     def in_dtype(self, head: Any) -> Any:
-        # Cast before the all-gather, which halves the bytes of a float32 matrix under bfloat16.
+        # Casting a float32 matrix to bfloat16 before the all-gather halves the transferred bytes.
         return head | {self.matrix: in_dtype(head[self.matrix], self.dtype)}
 
     def constrained(self, head: Any) -> Any:
@@ -137,13 +137,13 @@ class _Tiled:
         return self.heads[0].in_dtype(head), hidden_bte, (own, cast)
 
     def _forward(self, head: Any, hidden_bte: jax.Array, buffers: Any, tokens: Any) -> Any:
-        """Runs on one device, for its tokens."""
+        """Runs on each device, for the device's tokens."""
         head, buffers, tiles = *self._constrained(head, buffers), self._cut(hidden_bte, tokens)
         values = jax.lax.map(lambda tile: self._values(head, buffers, *tile), tiles)
         return jax.tree.map(lambda value: value.reshape(*hidden_bte.shape[:2], *value.shape[2:]), values)
 
     def _backward(self, head: Any, hidden_bte: jax.Array, buffers: Any, tokens: Any, grads: Any) -> Any:
-        """Runs on one device, for its tokens. Then sums the head's gradient over devices."""
+        """Runs on each device, for the device's tokens. Then sums the head's gradient over devices."""
         head, buffers = self._constrained(head, buffers)
         trained, join = inexact(head)
 
@@ -187,7 +187,7 @@ class _Tiled:
 
 
 def _if_any(fn: Callable[..., jax.Array], leaf: jax.Array | None, *args: Any) -> jax.Array | None:
-    """Returns `fn(leaf, *args)`; None for None, the gradient of integers."""
+    """Returns `fn(leaf, *args)`; None if `leaf` is None, which is the gradient of integers."""
     return None if leaf is None else fn(leaf, *args)
 
 
@@ -196,7 +196,7 @@ def _abstract(tree: Any) -> Any:
 
 
 def _at(tree: Any, path: Path) -> Any:
-    """Returns the subtree of a nested dict at `path`; {} if there is none."""
+    """Returns the subtree of a nested dict at `path`; {} if it is missing."""
     for name in path:
         tree = tree.get(name, {})
     return tree

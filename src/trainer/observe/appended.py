@@ -18,7 +18,7 @@ class AppendedFile:
     """
 
     def __init__(self, path: Path, resumes: bool, say: Callable[[str], None]):
-        """`resumes`: whether the run saves checkpoints, for the message about a full disk.
+        """`resumes`: whether the run saves checkpoints, for messages about failed writes. `say`: prints a line.
 
         Raises:
           UserError: the file cannot be written.
@@ -39,12 +39,12 @@ class AppendedFile:
                 data = data[self._file.write(data) :]
 
     def _write_again(self) -> None:
-        other = f"replaced, by what is now {set_aside(self._path)}" if self._path.exists() else "removed"
+        other = f"replaced (the replacement is now {set_aside(self._path)})" if self._path.exists() else "removed"
         self._content.seek(0)
         replace_file(self._path, self._content.read())
         self.close()
         self._open()
-        self._say(f"{self._path} was {other}; it is written again, with all of its rows")
+        self._say(f"{self._path} was {other}; it is written again with all of its rows")
 
     def sync(self) -> None:
         """Waits until everything is on disk. Raises UserError like `append`."""

@@ -38,7 +38,7 @@ class Needs(NamedTuple):
 
 
 def needs_rows(work: Work, needs: Needs | None, steps_left: int) -> list[tuple[str, str]]:
-    """Returns (label, text) rows on memory, FLOPs and time of the remaining `steps_left` steps."""
+    """Returns (label, text) rows: the memory and FLOPs of a step, and the least time of the `steps_left` steps."""
     found = []
     if needs is not None:
         of = f" of {si(needs.available, 'B')}" if needs.available else ""
@@ -107,7 +107,7 @@ def banner_rows(
 
 
 def model_text(config: Config, parameters: int) -> str:
-    """Returns the sizes of a model, in words. `parameters`: their number."""
+    """Returns a line with the sizes of a model. `parameters`: the number of its parameters."""
     return (
         f"{config.decoder_block}: {counted(config.base_num_decoder_layers, 'layer')}, "
         f"width {config.base_emb_dim}, {_heads(config)}, "
@@ -119,8 +119,8 @@ def model_text(config: Config, parameters: int) -> str:
 def product_rows(
     config: Config, quantized: Iterable[str], left: Iterable[str], masked: Iterable[str], adapted: Iterable[str]
 ) -> list[tuple[str, str]]:
-    """Returns (label, text) rows with the canonical names of the matrices that are quantized, the matrices `left`
-    float, the matrices `masked`, and the matrices with adapters."""
+    """Returns (label, text) rows that list matrices. The arguments are canonical names: of the quantized matrices, of
+    those `left` in floating point, of the masked ones, and of those with adapters."""
     rows = []
     if config.enable_lora:
         base = f", over {config.lora_weight_qtype}" if config.lora_weight_qtype else ""
@@ -164,7 +164,7 @@ def devices_text(config: Config, device_kind: str, platform: str, process_count:
 
 
 def mesh_text(config: Config) -> str:
-    """Returns the axes larger than 1, and how slices split them."""
+    """Returns the mesh axes larger than 1, and how slices split these axes."""
 
     def product(sizes: dict[str, int]) -> str:
         return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
@@ -176,9 +176,11 @@ def mesh_text(config: Config) -> str:
 def _heads(config: Config) -> str:
     heads = config.base_num_query_heads
     if is_latent(config):
-        ranks = f"latents of {config.kv_lora_rank}" + (f" and {config.q_lora_rank}" if config.q_lora_rank else "")
-        parts = f"{config.qk_nope_head_dim} + {config.qk_rope_head_dim} and {config.v_head_dim}"
-        return f"{heads} heads of {parts} on {ranks}"
+        ranks = f"key-value latent {config.kv_lora_rank}" + (
+            f", query latent {config.q_lora_rank}" if config.q_lora_rank else ""
+        )
+        parts = f"query-key {config.qk_nope_head_dim} + {config.qk_rope_head_dim}, value {config.v_head_dim}"
+        return f"{heads} heads ({parts}; {ranks})"
     return f"{heads} heads of {config.head_dim} ({config.base_num_kv_heads} key-value)"
 
 
@@ -192,9 +194,9 @@ def _windows(config: Config) -> str:
 
 
 def _bias(config: Config, capability: Capability | None) -> str:
-    """Returns the cost of a kernel that does not know how many documents share a row; "" if there is no cost.
+    """Returns a text on the cost of a kernel that does not know how many documents share a row; "" without a cost.
 
-    All layers and heads can share one bias; each of them reads the bias twice.
+    All layers and heads can share one bias, which each of them reads twice.
     """
     kernel, length = KERNELS[config.attention].on(capability), config.max_target_length
     if kernel.documents == 0 or read_documents(config, capability) is not None:
@@ -207,7 +209,7 @@ def _bias(config: Config, capability: Capability | None) -> str:
 def _feed_forward(config: Config) -> str:
     if not has_experts(config):
         return f"MLP {config.base_mlp_dim}"
-    experts = f"{config.num_experts} experts of {config.base_moe_mlp_dim} ({config.num_experts_per_tok} of each token"
+    experts = f"{config.num_experts} experts of {config.base_moe_mlp_dim} ({config.num_experts_per_tok} per token"
     if reads(config, "shared_experts"):
         experts += f", and {config.shared_experts} shared"
     dense = dense_layers(config) if some_experts(config) else 0

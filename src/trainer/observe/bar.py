@@ -7,7 +7,7 @@ _CLEAR = "\r\x1b[K"  # returns to the first column and erases to the end of the 
 
 
 def bar(done: int, total: int) -> str:
-    """Returns `done` of `total` as a bar."""
+    """Returns a progress bar for `done` of `total`."""
     filled = _WIDTH * done // total if total else _WIDTH
     return f"[{'#' * filled}{'-' * (_WIDTH - filled)}]"
 

@@ -12,7 +12,7 @@ from trainer.observe.series import Point, Series
 _WIDTH, _HEIGHT = 560, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 12, 30
 _FEW = 30  # a line with at most this many points also has dots
-COLOURS = 6  # the classes c0, c1, ... of the page's style
+COLOURS = 6  # the page's style has this many classes: c0, c1, ...
 
 
 class Line(NamedTuple):
@@ -51,7 +51,8 @@ def _marked(axes: "_Axes", steps: Collection[float], colour: str) -> list[str]:
 
 
 def histogram(title: str, values: Sequence[Sequence[float]], unit: str, bins: int = 40) -> str:
-    """Returns a histogram of the finite `values` up to their 99th percentile; empty without a value."""
+    """Returns a histogram with one area for each sequence of `values`, which must be finite. Values above the largest
+    99th percentile are omitted. Empty without a value."""
     arrays = [np.asarray(filled, np.float64) for filled in values]
     filled = [array for array in arrays if array.size]
     if not filled:
@@ -115,7 +116,7 @@ def _span(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Returns about five multiples of 1, 2 or 5 times a power of ten."""
+    """Returns about five ticks between `low` and `high`, at multiples of 1, 2 or 5 times a power of ten."""
     rough = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)

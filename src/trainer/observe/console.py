@@ -34,9 +34,9 @@ class Console:
     """Writes a run's progress to `stream` (standard output) and flushes each line.
 
     On a terminal, a line contains the fields that fit its width, in colour unless NO_COLOR is set. A bar at the bottom
-    shows the newest step, and about LINES steps remain above. With TERM=dumb there is no bar, and every step remains.
-    Elsewhere lines are complete, and lines of steps and evaluations have MaxText's format, so that programs that parse
-    MaxText's log can parse this one.
+    shows the newest step, and about LINES step lines remain above. With TERM=dumb there is no bar, and every step line
+    remains. If `stream` is not a terminal, lines are complete, and lines of steps and evaluations have MaxText's
+    format, so that programs that parse MaxText's log can parse this output.
     """
 
     def __init__(self, stream: TextIO | None = None, is_terminal: bool | None = None):
@@ -66,7 +66,7 @@ class Console:
             self._warn(warning)
 
     def needs(self, needs: Needs | None, steps_left: int) -> None:
-        """Prints the needs of the compiled step and of `steps_left` steps; see `needs_rows`. Call it after `banner`."""
+        """Prints the rows of `needs_rows`. Call it after `banner`."""
         assert self._work is not None, "call banner first"
         self._table(needs_rows(self._work, needs, steps_left))
 
@@ -81,7 +81,7 @@ class Console:
             self._print(line)
 
     def step(self, row: Mapping[str, float], total_steps: int) -> None:
-        """Prints a step's line. `row` is as in metrics.jsonl; the run ends after `total_steps`."""
+        """Prints a step's line. `row` has the fields of metrics.jsonl; the run ends after `total_steps`."""
         assert self._work is not None, "call banner first"
         self._pace.add(row)
         self._first, self._last = self._first or row, row
@@ -105,12 +105,12 @@ class Console:
             self._warn(
                 f"step {row['step']}: {row['lost_updates']:.0%} of the parameters did not change, because their update "
                 "is below half the spacing of bfloat16 (lost_updates in metrics.jsonl): "
-                "weight_stochastic_rounding=true lets them add up; weight_dtype=float32 keeps parameters in float32, "
-                "and dtype=bfloat16 still computes in bfloat16"
+                "weight_stochastic_rounding=true lets such updates add up; weight_dtype=float32 keeps parameters in "
+                "float32, and dtype=bfloat16 still computes in bfloat16"
             )
 
     def evaluation(self, row: Mapping[str, float]) -> None:
-        """Prints an evaluation's line. `row` is as in metrics.jsonl."""
+        """Prints an evaluation's line. `row` has the fields of metrics.jsonl."""
         self._evaluated = row
         if self._is_terminal:
             self._dense(evaluation_fields(row))
@@ -118,8 +118,8 @@ class Console:
             self._print(evaluation_line(row))
 
     def summary(self, wall_time: float, files: Mapping[str, str] | None = None) -> None:
-        """Prints a summary of this process's steps and evaluations after `wall_time` seconds, and the paths in `files`,
-        by description."""
+        """Prints a summary of this process's steps and evaluations, which took `wall_time` seconds. `files` maps
+        descriptions to paths, which are also printed."""
         pace = self._pace
         steps = counted(pace.steps, "step")
         if self._first.get("step"):

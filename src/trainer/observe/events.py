@@ -25,7 +25,7 @@ class EventsWriter(AppendedFile):
     """
 
     def __init__(self, folder: Path, step: int = 0, *, resumes: bool = True, say: Callable[[str], None] = print):
-        """Keeps earlier events of steps below `step`. Removes later events and a truncated last one.
+        """Keeps earlier events of steps below `step`. Removes later events and a truncated last event.
 
         `resumes`, `say`: see `MetricsWriter`.
 
@@ -39,7 +39,7 @@ class EventsWriter(AppendedFile):
             path.parent.mkdir(exist_ok=True)
         super().__init__(path, resumes, say)
         with disk_errors(path, resumes):
-            # Truncated in place: the repeated steps will have records of the same lengths.
+            # Truncated in place: repeated steps get records of equal length, so TensorBoard can read on at its offset.
             self._file.truncate(_end(self._path, step))
             if not self._file.seek(0, os.SEEK_END):
                 self._append(Event(wall_time=time.time(), file_version="brain.Event:2"))

@@ -1,8 +1,8 @@
 """goodput.jsonl: how a run spends its time, over all of its processes.
 
-Each line is an event with its time in seconds since 1970. The names are those of ml_goodput_measurement 0.2.3, which
-MaxText uses. The time until the next line belongs to the event. A killed process writes no last line: the time from its
-last line to the start of the next process counts as "between processes".
+Each line is an event with its time in seconds since 1970. The names are from ml_goodput_measurement 0.2.3, which
+MaxText uses. The time until the next line belongs to the event. A killed process writes no job_end_time: the time from
+its last line to the start of the next process counts as "between processes".
 """
 
 import contextlib
@@ -26,22 +26,22 @@ PARTS = (STEPS, ROLLOUTS, DATA, REPEATED, START, RESTORE, COMPILATION, EVALUATIO
 _JOB_START, _JOB_END, _STEP_START, _STEP = "job_start_time", "job_end_time", "step_start_time", "step_count"
 _EVENT, _EVENT_START, _EVENT_END = (f"custom_badput_event_{what}" for what in ("type", "start_time", "end_time"))
 _TIMES = (_JOB_START, _STEP_START, _EVENT_START, _EVENT_END, _JOB_END)
-_LATEST = 1e12  # seconds since 1970
-_WAITED = {"data_wait": DATA, "rollouts_wait": ROLLOUTS}  # seconds waited in the step that ends at an event
+_LATEST = 1e12  # the greatest valid time, in seconds since 1970
+_WAITED = {"data_wait": DATA, "rollouts_wait": ROLLOUTS}  # fields of an event: seconds waited in the step that ends
 
 
 class Goodput:
-    """The seconds that a run spent on each part, computed from its events. Its size is 8 bytes per step.
+    """The seconds that a run spent on each part, computed from its events. Uses 8 bytes per step.
 
     Attributes:
-      processes: the number of processes that the run has had, one after the other.
+      processes: the number of successive processes of the run.
     """
 
     def __init__(self) -> None:
         self.processes = 0
         self._spent = dict.fromkeys(PARTS, 0.0)
-        self._first, self._steps = 0, array("d")  # the newest execution of each step, starting with `_first`
-        self._at, self._phase, self._nested = 0.0, "", ""  # the start and the names of the current parts; "": no part
+        self._first, self._steps = 0, array("d")  # seconds of each step's newest execution, from `_first` on
+        self._at, self._phase, self._nested = 0.0, "", ""  # the time and the parts of the last event; "": no part
 
     def add(self, event: Mapping[str, Any]) -> None:
         """Adds the next event. Ignores objects that are not events, for example in an edited file."""
@@ -73,7 +73,7 @@ class Goodput:
             self._spent[part] = self._spent.get(part, 0.0) + seconds
 
     def _begin(self, step: int) -> None:
-        """Begins a step. The run has lost the work of earlier processes from this step on."""
+        """Begins a step. The time of earlier executions of this step and of later steps becomes `REPEATED`."""
         kept = step - self._first
         if 0 <= kept <= len(self._steps):
             self._spent[REPEATED] += sum(self._steps[kept:])
@@ -98,7 +98,7 @@ class Goodput:
 class Timeline:
     """Records the events of this process. A context manager that closes the file.
 
-    The events before `open` are kept in memory: the run has no folder yet.
+    The events before `open` are kept in memory, because the run has no folder yet.
     """
 
     def __init__(self, tell: Callable[[str, str], None] | None = None) -> None:
@@ -112,8 +112,9 @@ class Timeline:
         self._write({_JOB_START: self._now()})
 
     def open(self, folder: Path, writes: bool, resumes: bool, say: Callable[[str], None]) -> None:
-        """Writes all events so far to the file in the run's `folder`, and later ones at once, if the process `writes`.
+        """Writes all events so far to the file in the run's `folder`. Later events are written at once.
 
+        `writes`: whether this process writes the file; otherwise its events are dropped.
         `resumes`, `say`: see `AppendedFile`. Raises UserError if the file cannot be written.
         """
         self._tell("folder", str(folder))
@@ -131,7 +132,7 @@ class Timeline:
 
     @contextlib.contextmanager
     def during(self, part: str) -> Iterator[None]:
-        """Counts the time of the block as `part` instead of as a step. Blocks are not nested."""
+        """Counts the time of the block as `part` instead of as a step. Blocks must not be nested."""
         self._write({_EVENT_START: self._now(), _EVENT: part})
         self._tell("done", part)
         yield
@@ -139,12 +140,13 @@ class Timeline:
         self._tell("done", self._phase)
 
     def step(self, step: int, **waited: float) -> None:
-        """Begins a step. In the previous step, the run waited for `data_wait` or `rollouts_wait` seconds."""
+        """Begins a step. `waited`: `data_wait` or `rollouts_wait`, the seconds that the previous step waited for
+        data or rollouts."""
         self._write({_STEP_START: self._now(), _STEP: step, **waited})
         self._begins(f"step {step}")
 
     def within(self, part: str) -> None:
-        """Tells the supervisor that a step waits for `part`; "": it no longer waits."""
+        """Tells the supervisor that a step is waiting for `part`; "": the wait has ended."""
         self._tell("in", part)
 
     def end(self) -> None:

@@ -13,7 +13,7 @@ from trainer.observe.text import Field, clock, perplexity, short_time, si
 FIRST_STEPS = 2
 # The weight of the newest step in the smoothed step time.
 SMOOTHING = 0.05
-# Measured terms in a line: the word and the format.
+# Measured terms that lines show, each with its label and its format.
 _MEASURED = {
     "divergence": ("divergence", ".3f"),
     "reward": ("reward", ".3f"),
@@ -47,11 +47,11 @@ class Work(NamedTuple):
     peak: float | None = None  # FLOP/s of one device; None if unknown
 
     def tokens_per_second(self, step_time: float) -> float:
-        """Returns tokens per second and device."""
+        """Returns tokens per second per device."""
         return self.tokens / self.devices / step_time if step_time else math.inf
 
     def flops_per_second(self, step_time: float) -> float:
-        """Returns model FLOPs per second and device."""
+        """Returns model FLOPs per second per device."""
         return self.flops_per_token * self.tokens_per_second(step_time)
 
     def utilization(self, step_time: float) -> str | None:

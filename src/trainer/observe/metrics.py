@@ -11,11 +11,11 @@ from trainer.observe.appended import AppendedFile, disk_errors
 from trainer.runtime.folders import replace_file
 
 METRICS_FILE = "metrics.jsonl"
-# Fields that measure time. Two runs of the same command differ only in these fields.
-TASKS_TIME = "eval_tasks_time"  # a field that every evaluation by tasks has, and no other row
+TASKS_TIME = "eval_tasks_time"  # only rows of evaluations by tasks have this field, and all of them do
 TASKS_FAILED = "eval_tasks_failed"  # the number of failed tasks
+# Fields that measure time. Two runs of the same command differ only in these fields.
 TIMING_FIELDS = ("step_time", "tokens_per_second", "eval_time", TASKS_TIME, "rollout_time", "data_wait")
-_LAST_STEP = 2**53  # a float represents every step up to this one
+_LAST_STEP = 2**53  # a float represents every integer up to this one exactly
 
 
 class MetricsWriter(AppendedFile):
@@ -71,7 +71,7 @@ class TokensSeen:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Returns the rows of a metrics.jsonl without a truncated last line. Raises UserError if another is invalid."""
+    """Returns the rows of a metrics.jsonl, except a truncated last line. Raises UserError if another is invalid."""
     rows = []
     *lines, last = path.read_bytes().decode("utf-8", "replace").split("\n")
     # Text after the last newline is a truncated row, or zeros from a power cut.
@@ -91,7 +91,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _cut(path: Path, step: int) -> list[dict[str, Any]]:
-    """Atomically replaces the file by its rows with steps below `step`, and returns these rows."""
+    """Atomically replaces the file with its rows with steps below `step`, and returns these rows."""
     rows = [row for row in read_rows(path) if row["step"] < step]
     replace_file(path, "".join(f"{json.dumps(row)}\n" for row in rows))
     return rows

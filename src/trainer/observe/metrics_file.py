@@ -15,7 +15,7 @@ from trainer.runtime.storage import why_not_writable
 
 
 def maxtext_row(row: Mapping[str, Any], work: Work, clipping_threshold: float, run_name: str) -> dict[str, float | str]:
-    """Returns a row of metrics.jsonl in MaxText's `metrics_file` format, with floats; adds DiLoCo's `diloco/...`.
+    """Returns a row of metrics.jsonl in MaxText's `metrics_file` format, with floats; DiLoCo adds `diloco/...`.
 
     Args:
       row: a row of a step, of an evaluation, or of an evaluation by tasks.
@@ -84,7 +84,7 @@ class MetricsFile:
         """Checks that the file is writable, without creating anything.
 
         Raises:
-          UserError: it is not writable, is one of the run's own files in `run_dir`, or contains other data.
+          UserError: the file is not writable, is one of the run's own files in `run_dir`, or contains other data.
         """
         self.path, self._run_name = Path(os.path.realpath(os.path.expanduser(path))), run_name
         if self.path in [Path(os.path.realpath(run_dir / name)) for name in OWN_FILES]:
@@ -111,17 +111,17 @@ class MetricsFile:
     def open(self, updates: int, *, resumed: bool, say: Callable[[str], None], resumes: bool = True) -> MetricsWriter:
         """Returns a writer for rows from step `updates` on. Reports a moved file to `say`.
 
-        `resumed`: whether the run is resumed, so that rows with its name are its own. `resumes`: see `MetricsWriter`.
+        `resumed`: whether the run is resumed; rows with its name then belong to it. `resumes`: see `MetricsWriter`.
 
         Raises:
-          UserError: its parent folder cannot be created.
+          UserError: the file's parent folder cannot be created.
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise _unwritable(str(self.path), error.strerror or str(error)) from error
         if self._begins and not (resumed and self._own):
-            say(f"{self.path} held metrics of another run; moved to {set_aside(self.path)}")
+            say(f"{self.path} contained metrics of another run; moved to {set_aside(self.path)}")
         return MetricsWriter(self.path.parent, updates, self.path.name, resumes=resumes, say=say)
 
 
@@ -130,4 +130,4 @@ def _unwritable(path: str, why: str) -> UserError:
 
 
 def _foreign(path: str) -> UserError:
-    return UserError(f"metrics_file={path} exists but does not hold such metrics; choose another path")
+    return UserError(f"metrics_file={path} exists but does not contain metrics in this format; choose another path")

@@ -15,15 +15,16 @@ class Profiler:
     """Traces the steps of `config.profiler` into folder/tensorboard/plugins/profile/TIME/. A context manager.
 
     The device is idle when a trace starts and stops, so that the trace contains complete steps. Every process needs a
-    Profiler, because waiting for a step can be work that all processes must do together, in the same order.
+    Profiler, because waiting for a step can involve work that all processes must do together and in the same order.
     """
 
     def __init__(
         self, config: Config, folder: Path, first_step: int, say: Callable[[str], None], *, traces: bool = True
     ):
         """Plans a trace of `profiler_steps` steps after the first `skip_first_n_steps_for_profiler` steps from
-        `first_step` on, and another every `profile_periodically_period` steps. `say` gets a line with the path of each
-        trace, or if the run ends earlier. Without `traces`, it only waits for steps."""
+        `first_step` on, and another every `profile_periodically_period` steps. `say` is called with the path of each
+        trace, or with a note if the run ends before the first one. Without `traces`, the Profiler waits for the same
+        steps, but records nothing."""
         self._folder, self._say, self._traces = folder, say, traces
         self._period, self._steps, self._end = config.profile_periodically_period, config.profiler_steps, config.steps
         self._first = first_step + config.skip_first_n_steps_for_profiler  # the first step of the next or current trace
@@ -33,7 +34,7 @@ class Profiler:
             say(f"no step is profiled: the run ends at step {config.steps - 1}, before step {self._first}")
 
     def before(self, step: int, finish: Callable[[], None]) -> bool:
-        """Call it before `step` is dispatched. Returns whether a trace starts. `finish()` waits for earlier steps."""
+        """Call this before `step` is dispatched. Returns whether a trace starts. `finish()` waits for earlier steps."""
         if step != self._first or step >= self._end:
             return False
         import jax
@@ -43,13 +44,13 @@ class Profiler:
         self._inside = True
         if self._traces:
             options = jax.profiler.ProfileOptions()
-            # Calls of Python functions would fill the trace, and slow the loop down.
+            # Tracing Python calls would fill the trace and slow the loop down.
             options.python_tracer_level = 0
             jax.profiler.start_trace(self._folder / "tensorboard", profiler_options=options)
         return True
 
     def after(self, step: int, finish: Callable[[], None]) -> bool:
-        """Call it after `step` was dispatched. Returns whether a trace stops. `finish()` waits for the step."""
+        """Call this after `step` was dispatched. Returns whether a trace stops. `finish()` waits for the step."""
         if step != self._last or not self._inside:
             return False
         finish()

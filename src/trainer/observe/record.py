@@ -22,12 +22,12 @@ from trainer.runtime.folders import check_folder
 
 
 class Record:
-    """A run. Its size does not grow with the number of steps, except for 16 bytes per step for its time and speed.
+    """The data of a run. Apart from `goodput`, it uses 16 bytes per step, for the step's time and speed.
 
     Attributes:
       name: the name of the folder.
       config: the resolved configuration; empty if config.yml is missing.
-      starts: how its processes started; see `starts.json`.
+      starts: the entries of starts.json, which describe how each process started.
       samples: the rows of samples.jsonl.
       rollouts: the completions of the newest round; see `observe.rollouts`.
       goodput: how the run spent its time.
@@ -47,7 +47,7 @@ class Record:
         self.sums = {"tokens": 0.0, "skipped": 0.0}
         self._last: Mapping[str, Any] = {}  # the last row of a step
         self._evaluated: Mapping[str, Any] = {}  # the last row of an evaluation
-        self._evaluations: list[tuple[float, int]] = []  # the losses of the last and the best evaluation
+        self._evaluations: list[tuple[float, int]] = []  # (loss, step) of the last and of the best evaluation
         self._unlike_loss: set[str] = set()
 
     def add(self, row: Mapping[str, Any]) -> None:
@@ -76,12 +76,12 @@ class Record:
             self._evaluations = [newest, *([min(best)] if best else [])]
 
     def is_loss(self, field: str) -> bool:
-        """Returns whether `field` equals the loss in every row, as a loss's only term does."""
+        """Returns whether `field` equals the loss in every row, as the only term of a loss does."""
         counts = [self.series[name].count if name in self.series else 0 for name in (field, "loss")]
         return counts[0] == counts[1] and field not in self._unlike_loss
 
     def facts(self) -> dict[str, str]:
-        """Returns the summary of the run, by name."""
+        """Returns the lines of the run's summary by label."""
         total = self.config.get("steps")
         done = self._last["step"] + 1 if self._last else 0
         lines = {"updates": f"{done:,}" + (f" of {total:,}" if isinstance(total, int) and total else "")}
@@ -126,7 +126,11 @@ def read_run(folder: Path) -> Record:
 
 
 def begun(folder: Path, rows: Iterable[Mapping[str, Any]]) -> Record:
-    """Returns the record of the run in `folder` with `rows`. Raises UserError if another of its files is damaged."""
+    """Returns the record of the run in `folder`. `rows`: the rows of its metrics.jsonl.
+
+    Raises:
+      UserError: another file of the run is damaged.
+    """
     config, samples = folder / CONFIG_FILE, folder / SAMPLES_FILE
     text = config.read_bytes().decode("utf-8", "replace") if config.is_file() else ""
     saved = read_saved(text, str(config)) if text else {}

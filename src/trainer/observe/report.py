@@ -1,4 +1,4 @@
-"""Makes a self-contained HTML page on one run, or on several runs side by side."""
+"""Builds a self-contained HTML page about one run, or about several runs side by side."""
 
 import html
 import itertools
@@ -17,7 +17,7 @@ from trainer.observe.rundir import ROLLOUTS
 from trainer.observe.series import INTERVALS, Series, number
 from trainer.observe.text import clock
 
-# (title, field of a row, unit, scale to that unit)
+# (title, field of metrics.jsonl, unit, factor that converts the field to that unit)
 _CHARTS = (
     ("Reward", "reward", "mean of a round", 1),
     ("Loss", "loss", "nats per token or pair, all terms", 1),
@@ -30,7 +30,7 @@ _CHARTS = (
     ("Skipped updates", "skipped", "1: skipped", 1),
     ("Memory", "memory", "peak of the fullest device, GB", 1e-9),
 )
-# Sections of measures that only some runs have, with the suffixes of the measures' field names.
+# Sections for metrics that only some runs have: the title, and the suffixes of the metrics' field names.
 _SECTIONS = {
     "Multi-token prediction": ("mtp_loss", "mtp_z_loss", "mtp_acceptance_rate"),
     "Distillation": ("distill_loss", "label_loss", "divergence", "teacher_lm_loss"),
@@ -46,21 +46,21 @@ _SECTIONS = {
     "QK-Clip": ("max_logit", "clipped_heads"),
     "Routers": ("moe_lb_loss", "router_z_loss", "router_entropy", "expert_load", "tokens_per_expert", "dropped_tokens"),
 }
-# Fields without a chart: fields in the summary and in the histogram, and those that repeat others in another unit.
+# Fields without a chart: the summary or the histogram shows them, or they repeat another field in a different unit.
 _NOT_DRAWN = ("step", "tokens", "tokens_seen", "step_time", "eval_tokens", "eval_time", "eval_perplexity", TASKS_TIME)
 _OF_SCORES = ("_stderr", "/samples")  # suffixes of fields that accompany the task scores TASK/METRIC
-# In the order of the charts. A stacked tensor has one number per layer.
-_PERIODIC = ("grad_norm/", "param_norm/", "update_ratio/")  # `parameter_metrics_period`
+# Prefixes of the fields per parameter, in the order of their charts. A stacked parameter has one number per layer.
+_PERIODIC = ("grad_norm/", "param_norm/", "update_ratio/")  # see the key `parameter_metrics_period`
 
 _FOLDED = 12  # a section with more charts is folded
 _SAMPLES = 3  # the maximum number of samples
-# Maximum numbers: prompts of a round, best (and worst) answers to each, and characters of a text.
+# At most this many prompts per round, best answers (and as many worst answers) per prompt, and characters per text.
 _PROMPTS, _ANSWERS, _CHARACTERS = 4, 2, 600
 _COMPUTED = "computed from the other keys and the devices"
 
 
 def report_html(runs: Sequence[Record]) -> str:
-    """Returns the page on `runs`. It has no links to other files."""
+    """Returns the HTML page about `runs`. It does not link to other files."""
     title = " and ".join(run.name for run in runs)
     alone, heads = len(runs) == 1, [_name(number, run) for number, run in enumerate(runs)]
     charts = [line_chart(name, _lines(runs, field), unit, scale) for name, field, unit, scale in _CHARTS]
@@ -87,18 +87,18 @@ def report_html(runs: Sequence[Record]) -> str:
 
 
 def _lines(runs: Sequence[Record], field: str) -> list[Line]:
-    """Returns the values of a field of metrics.jsonl: a line for each run."""
+    """Returns one chart line per run for a field of metrics.jsonl."""
     if field == "skipped" and not any(run.sums["skipped"] for run in runs):
         return []
     return [Line(run.name, run.series.get(field, Series()), run.resumed_at()) for run in runs]
 
 
 def _grouped(runs: Sequence[Record]) -> dict[str, list[str]]:
-    """Returns the fields without a separate chart, by the titles of their sections."""
+    """Returns the fields that are not in `_CHARTS`, grouped by section title."""
     drawn = {field for _, field, *_ in _CHARTS} | set(_NOT_DRAWN)
     names = [name for name in dict.fromkeys(name for run in runs for name in run.series) if name not in drawn]
     periodic = [name for name in names if name.startswith(_PERIODIC)]
-    # If the loss has only one term, the term equals the loss.
+    # If the loss has only one term, a chart of the term would repeat the chart of the loss.
     others = [name for name in names if name not in periodic and not all(run.is_loss(name) for run in runs)]
     groups = {title: [name for name in others if name.endswith(ends)] for title, ends in _SECTIONS.items()}
     scores = [name for name in others if "/" in name]
@@ -111,7 +111,7 @@ def _grouped(runs: Sequence[Record]) -> dict[str, list[str]]:
 def _section(title: str, charts: Sequence[str]) -> str:
     if not any(charts):
         return ""
-    said = "Where a step has a list of numbers, such as one for each layer, the largest of them."
+    said = "If a step has several values, such as one per layer, the chart shows the largest."
     page = f'<p>{said}</p><div class="charts">{"".join(charts)}</div>'
     if len(charts) <= _FOLDED:
         return f"<h2>{title}</h2>{page}"
@@ -123,8 +123,8 @@ def _notes(runs: Sequence[Record]) -> str:
     notes = []
     if any(series.thinned for run in runs for series in run.series.values()):
         notes.append(
-            "A line with fewer points than values shows the lowest and the highest value of each of up to "
-            f"{INTERVALS} intervals."
+            f"Long runs are divided into at most {INTERVALS} intervals, and a line shows only the lowest and the "
+            "highest value of each interval."
         )
     if any(run.resumed_at() for run in runs):
         notes.append("A dashed line marks the step at which a run was resumed.")
@@ -158,7 +158,7 @@ def _time(run: Record, alone: bool) -> str:
 
 
 def _samples(run: Record, alone: bool) -> str:
-    """Returns the texts that the model generated, the newest first."""
+    """Returns the latest texts generated by the model, the newest first."""
     shown = []
     for row in run.samples[: -_SAMPLES - 1 : -1]:
         prompt, text = visible(str(row.get("prompt", ""))), visible(str(row.get("text", "")))
@@ -169,8 +169,11 @@ def _samples(run: Record, alone: bool) -> str:
 
 
 def _rollouts(run: Record, alone: bool) -> str:
-    """Returns answers to a few prompts of the newest round: if they have rewards, the best and the worst, and prompts
-    with different rewards first."""
+    """Returns a few prompts of the newest round with some of their answers.
+
+    If answers have rewards, shows the best and the worst answers, and first the prompts whose answers have different
+    rewards.
+    """
     if not run.rollouts:
         return ""
     groups = [list(rows) for _, rows in itertools.groupby(run.rollouts, key=lambda row: row.get("prompt"))]
@@ -184,7 +187,7 @@ def _rollouts(run: Record, alone: bool) -> str:
         cells = [[f"{answer[0]:.4g}", f"{answer[1]:.2f}", str(counts[answer]), answer[2]] for answer in few]
         table = _table(names, [cell[-len(names) :] for cell in cells], "wide texts")
         shown.append(f"<pre>{_excerpt(rows[0].get('prompt'))}</pre>{table}")
-    said = f"Of the round before step {run.rollouts[0]['step']:,}; the folder {ROLLOUTS} has all answers."
+    said = f"From the round before step {run.rollouts[0]['step']:,}; all answers are in the folder {ROLLOUTS}."
     return f"<h2>{_titled('Answers', run, alone)}</h2><p>{said}</p>{''.join(shown)}"
 
 
@@ -202,7 +205,7 @@ def _excerpt(value: Any) -> str:
 
 
 def _starts(run: Record, alone: bool) -> str:
-    """Returns a table of the processes of a run that was resumed."""
+    """Returns a table of the times that a run was started or resumed; empty if it was never resumed."""
     if not run.resumed_at():
         return ""
     fields = ("step", "time", "devices", "mesh", "combination")
@@ -211,7 +214,7 @@ def _starts(run: Record, alone: bool) -> str:
 
 
 def _sharding(run: Record, alone: bool) -> str:
-    """Returns how the last process shards its train state and gradients, folded."""
+    """Returns a collapsed table of how the train state and the gradients are sharded since the latest start."""
     shardings: Any = run.starts[-1].get("sharding") if run.starts else None
     shardings = shardings if isinstance(shardings, dict) else {}
     rows = [_texts(row) for row in _list(shardings.get("rows"))]
@@ -227,7 +230,7 @@ def _sharding(run: Record, alone: bool) -> str:
 
 
 def _settings(runs: Sequence[Record], heads: Sequence[str]) -> str:
-    """Returns a table of the keys whose values are not the defaults. For a single run, it includes their sources."""
+    """Returns a table of the keys with non-default values. For a single run, it also shows where each value was set."""
     rows, alone = [], len(runs) == 1
     sources = runs[0].starts[-1].get("sources") if alone and runs[0].starts else None
     for name, key in schema().keys.items():

@@ -1,4 +1,4 @@
-"""report.html in the folder of a run in progress."""
+"""Keeps report.html in a run's folder up to date during the run."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -15,7 +15,9 @@ from trainer.runtime.folders import replace_file
 
 
 class ReportFile:
-    """Keeps the page's data, so that writing takes the same time after any number of steps. Rereads only rollouts.
+    """Writes report.html. The time per write does not grow with the number of steps.
+
+    The data of the page is kept in memory; only rollouts are reread.
 
     A failure to write the page is reported, once for each reason, and does not end the run.
     """
@@ -27,7 +29,8 @@ class ReportFile:
         say: Callable[[str], None],
         goodput: Goodput | None = None,
     ):
-        """`rows`: the rows of earlier steps. `goodput`: updated during the run; None: read once from the folder."""
+        """`rows`: the rows of earlier steps. `goodput`: an object that the run updates; None: read once from the
+        folder."""
         self._folder, self._say, self._said = folder, say, ""
         self._next = 0.0
         self._record = self._begun(rows)
@@ -40,7 +43,7 @@ class ReportFile:
             self._record.add(row)
 
     def refresh(self) -> None:
-        """Writes the page, unless that would take over 1 % of the time since the last write."""
+        """Writes the page, unless the last write took more than 1 % of the time since then."""
         if time.monotonic() >= self._next:
             self.write()
 

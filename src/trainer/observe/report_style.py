@@ -1,4 +1,4 @@
-"""The style sheet of a report: it follows the reader's colours and the width of the window."""
+"""The style sheet of a report, which adapts to the reader's light or dark mode and to the width of the window."""
 
 from trainer.observe.chart import COLOURS
 

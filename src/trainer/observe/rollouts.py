@@ -1,4 +1,4 @@
-"""The completions of rounds: rollouts/N.jsonl in a run's folder for round N, counted from 0."""
+"""Rollout files: rollouts/N.jsonl in a run's folder contains the completions of round N, counted from 0."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -14,16 +14,16 @@ _LARGE = ("prompt_tokens", "tokens", "log_probs")
 
 
 class RolloutFiles:
-    """The files of a run."""
+    """Writes the rollout files of a run."""
 
     def __init__(self, run_dir: RunDir):
         self._run_dir, self._folder, self._begun = run_dir, run_dir.path / ROLLOUTS, False
 
     def write(self, number: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Writes the completions of a round, one JSON object in each line. Floats survive a round trip bit for bit.
+        """Writes the completions of a round, one JSON object per line. Floats survive a round trip bit for bit.
 
-        Before its first round, removes the files of later rounds that an earlier process wrote, and unfinished files of
-        a killed process.
+        The first call also removes files that an earlier process left: the files of this and later rounds, and
+        unfinished files.
 
         Raises:
           UserError: the disk is full.

@@ -23,9 +23,9 @@ from trainer.runtime.storage import entries, files_below, is_remote, remedy
 CONFIG_FILE, REPORT_FILE, FINISHED_FILE, CHECKPOINTS = "config.yml", "report.html", "finished", "checkpoints"
 SAMPLES_FILE = "samples.jsonl"  # one row per sample, with the step, the prompt and the text
 ROLLOUTS = "rollouts"  # the folder of `observe.rollouts`
-EVALUATIONS = "evaluations"  # the folder of evaluations by tasks, with a subfolder for each
+EVALUATIONS = "evaluations"  # the folder of task evaluations, with one subfolder per evaluation
 _FILES = (CONFIG_FILE, STARTS_FILE, METRICS_FILE, GOODPUT_FILE, EVENTS_FILE, SAMPLES_FILE, REPORT_FILE, FINISHED_FILE)
-_GROWING = (EVENTS_FILE, GOODPUT_FILE)  # files that the next run would continue
+_GROWING = (EVENTS_FILE, GOODPUT_FILE)  # files to which the next run would append
 OWN_FILES = (*_FILES, LOCK_FILE, LEASE_FILE)  # the files that a run writes into its folder, other than checkpoints
 STARTS_OVER = "{} has no checkpoint yet: starting over"
 
@@ -62,14 +62,15 @@ class RunDir(NamedTuple):
 
     @property
     def folder(self) -> Any:
-        """The run's folder as the user knows it, with the checkpoints: in the bucket if the run is in one."""
+        """The folder that the user configured, which contains the checkpoints: the bucket's folder if there is a
+        bucket."""
         return self.path if self.remote is None else self.remote
 
     def upload(self) -> None:
-        """For a run in a bucket, copies the files of this process to the bucket.
+        """Copies this process's files to the bucket, if the run is in one.
 
         Raises:
-          UserError: copying fails; or another process has taken over this run, in a bucket or not.
+          UserError: copying fails; or another process has taken over this run (also checked for a local run).
         """
         self.check()
         if self.remote is not None and self.lease is not None:
@@ -86,7 +87,7 @@ class RunDir(NamedTuple):
                             copy.write_bytes((self.path / below / name).read_bytes())
 
     def download(self) -> Self:
-        """Replaces the local files by the files in the bucket."""
+        """Replaces the local files with those in the bucket, if the run is in one."""
         if self.remote is not None:
             for name in _FILES:
                 if (self.remote / name).exists():
@@ -104,14 +105,14 @@ class RunDir(NamedTuple):
     def begin(self, config_yml: str, start: Mapping[str, Any], *, resumed: bool, say: Callable[[str], None]) -> None:
         """Writes config.yml, adds `start` to starts.json and marks the run as unfinished.
 
-        Existing metrics of a run without checkpoints are kept under a numbered name. Metrics of a run that ended before
-        its first checkpoint will be written again.
+        If the run does not resume from a checkpoint, existing metrics are renamed if either run has checkpoints
+        disabled. Otherwise the earlier run ended before its first checkpoint, and its metrics are overwritten.
 
         Args:
           config_yml: the resolved configuration.
-          start: the start of this process, with its first `step`; see `training.start_entry`.
+          start: this process's entry in starts.json, with its first `step`; see `training.start_entry`.
           resumed: whether the run resumes from one of its own checkpoints.
-          say: receives a line about existing metrics that no checkpoint covers.
+          say: called with a line about existing metrics that no checkpoint covers.
 
         Raises:
           UserError: existing metrics belong to a finished run whose checkpoints are gone; the disk is full; or another
@@ -142,21 +143,21 @@ class RunDir(NamedTuple):
             self.upload()
 
     def _keep_earlier(self, config_yml: str, say: Callable[[str], None]) -> None:
-        """Keeps the metrics of an earlier run, unless this run will write the same metrics again."""
+        """Renames the files of an earlier run, or reports that this run starts over."""
         if keeps_earlier(self.path, self.folder, config_yml):
             self._rename_earlier(say)
         else:
             say(STARTS_OVER.format(self.folder))
 
     def _rename_earlier(self, say: Callable[[str], None]) -> None:
-        """Keeps the files of an earlier run, except its report, under the next free number."""
+        """Adds the next free number to the names of an earlier run's files, except its report."""
         taken = {path.name for path in entries(self.folder)}
         others = (CONFIG_FILE, EVENTS_FILE, STARTS_FILE, SAMPLES_FILE, GOODPUT_FILE)
         kept = [METRICS_FILE, *(name for name in others if (self.path / name).is_file())]
         number = next(
             n for n in itertools.count(1) if taken.isdisjoint(Path(_numbered_file(name, n)).parts[0] for name in kept)
         )
-        # The metrics are renamed last: until then, a restarted process repeats all of this.
+        # The metrics are renamed last, so that a process restarted before then repeats the whole procedure.
         if self.remote is not None:
             for name in kept:
                 copy = self.remote / _numbered_file(name, number)
@@ -188,7 +189,8 @@ class RunDir(NamedTuple):
 def check_rows(path: Any, run_folder: Any, step: int, say: Callable[[str], None]) -> None:
     """Reports how many rows are missing in the metrics of a run that resumes at `step`.
 
-    Args: see `keeps_earlier`.
+    Args:
+      path, run_folder: see `keeps_earlier`.
 
     Raises:
       UserError: the metrics or the samples are damaged.
@@ -198,15 +200,16 @@ def check_rows(path: Any, run_folder: Any, step: int, say: Callable[[str], None]
     if samples.exists():
         read_rows(samples)
     if missing := step - len({row["step"] for row in rows if "loss" in row and row["step"] < step}):
-        what = "lacks" if metrics.exists() else "is gone: it lacks"
+        what = "lacks" if metrics.exists() else "is missing, and with it"
         say(f"{run_folder / METRICS_FILE} {what} the rows of {counted(missing, 'earlier step')}")
 
 
 def keeps_earlier(path: Any, run_folder: Any, config_yml: str) -> bool:
-    """Returns whether a new run keeps existing metrics under other names; otherwise it writes them again.
+    """Returns whether a new run must rename existing metrics. If not, it may overwrite them.
 
     Args:
-      path: the folder with an earlier process's metrics. `run_folder`: the same folder as the user knows it.
+      path: the folder with an earlier process's metrics.
+      run_folder: the same folder, as messages name it.
       config_yml: the configuration of the new run.
 
     Raises:
@@ -226,7 +229,7 @@ def keeps_earlier(path: Any, run_folder: Any, config_yml: str) -> bool:
 
 @contextlib.contextmanager
 def remote_errors(path: Any) -> Iterator[None]:
-    """Turns an OSError of a bucket into a UserError; other errors pass through."""
+    """Turns an OSError into a UserError if `path` is in a bucket. Other errors pass through."""
     try:
         yield
     except OSError as error:

@@ -34,15 +34,16 @@ def open_run(
 ) -> RunDir:
     """Chooses the run's folder, creates it if it is new, and takes its lease. Process 0 does this for all processes.
 
-    A given name means base_output_directory/run_name; parent folders are also created. An empty `run_name` resumes the
-    newest numbered run (run-0001, run-0002, ...) whose config.yml equals `config_yml`, which is unfinished and has no
-    live owner. Otherwise the next number is used.
+    If `run_name` is given, the folder is base_output_directory/run_name; parent folders are also created. An empty
+    `run_name` resumes the newest numbered run (run-0001, run-0002, ...) whose config.yml equals `config_yml`, which is
+    unfinished and has no live owner. Otherwise the next number is used.
 
     Args:
       config_yml: the resolved configuration, as it will be written.
-      resumes: whether runs save checkpoints to resume from. If not, an empty name always means the next number, and a
-        name whose folder contains checkpoints is refused.
-      say: receives a line if a run without a name is resumed, or while waiting to see whether its owner lives.
+      resumes: whether runs save checkpoints to resume from. If not, an empty name always selects the next number, and a
+        name whose folder contains checkpoints is an error.
+      say: called with a line if a run without a name is resumed, and while waiting to see whether a run's owner is
+        alive.
 
     Raises:
       UserError: the folder cannot be created or written, the name is outside `base_output_directory`, a live process
@@ -78,8 +79,8 @@ def expected_run(
     """Returns the folder that `open_run` would choose with the same arguments. Creates nothing and keeps no lease.
 
     Raises:
-      UserError: like `open_run`. However, it does not test whether a bucket is writable, and checks only the
-        permissions of a local folder.
+      UserError: as for `open_run`, except that write access to a bucket is not tested, and a local folder is tested
+        only by its permissions.
     """
     base = folder(base_output_directory)
     if run_name:
@@ -100,7 +101,7 @@ def _check_writable(path: Any, base_output_directory: str) -> None:
 
 
 def check_earlier(run_folder: Any, config_yml: str, step: int, resumed: bool, say: Callable[[str], None]) -> None:
-    """Reports what `RunDir.begin` would do with the metrics of an earlier process, and raises its errors."""
+    """Reports what `RunDir.begin` would do with the metrics of an earlier process, and raises the same errors."""
     kept = False
     if not resumed and (run_folder / METRICS_FILE).exists():
         kept = keeps_earlier(run_folder, run_folder, config_yml)
@@ -124,7 +125,7 @@ def _in_use(path: Any, say: Callable[[str], None]) -> bool:
 
 
 def runs_to_resume(base_output_directory: str, run_name: str) -> list[Any]:
-    """Returns the folders of runs that a command with these keys may resume, the newest first. They may not exist.
+    """Returns the folders of runs that a command with these keys may resume, the newest first. They need not exist.
 
     Raises:
       UserError: the name is outside `base_output_directory`.
@@ -169,7 +170,7 @@ def _taken(path: Any, say: Callable[[str], None]) -> RunDir | None:
 
 def _unfinished(base: Any, config_yml: str, say: Callable[[str], None]) -> RunDir | None:
     for _, path in sorted(_numbers(base), reverse=True):
-        # Checked before taking over, so as not to lock out the run's process, and again afterwards.
+        # Checked before taking over, so as not to lock out other runs' processes, and again under the lease.
         if _fits(path, config_yml) and (run := _taken(path, say)):
             if _fits(path, config_yml):
                 if (path / CONFIG_FILE).exists():
@@ -209,7 +210,8 @@ def _name(number: int) -> str:
 
 
 def _place_of(base: Any, run_name: str, resumes: bool) -> Any:
-    """Returns the folder of the run `run_name`. Raises UserError if it may not be used."""
+    """Returns the folder of the run `run_name`. Raises UserError if the name is invalid or the run there cannot be
+    resumed."""
     path = base / run_name
     if os.path.isabs(run_name) or os.path.normpath(run_name).split(os.sep)[0] in (".", ".."):
         raise UserError(

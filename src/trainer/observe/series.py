@@ -27,14 +27,14 @@ class _Interval:
         self.broken = False
 
     def add(self, low: Point, high: Point) -> None:
-        """Takes the lowest and the highest point of later values."""
+        """Adds later values, given by their lowest and their highest point."""
         if self.low is None or low[1] < self.low[1]:
             self.low = low
         if self.high is None or high[1] >= self.high[1]:
             self.high = high
 
     def join(self, other: "_Interval") -> "_Interval":
-        """Takes the values of the next interval, and returns itself."""
+        """Merges the next interval into this one, which is returned."""
         if other.low is not None and other.high is not None:
             self.add(other.low, other.high)
         self.broken |= other.broken
@@ -75,7 +75,7 @@ class Series:
             self._intervals[-1].broken = True
 
     def _next_interval(self) -> None:
-        """Begins an interval. If there are INTERVALS of them, joins pairs first."""
+        """Begins an interval. If there are already INTERVALS intervals, first merges adjacent pairs."""
         if len(self._intervals) == INTERVALS:
             pairs = zip(self._intervals[::2], self._intervals[1::2], strict=True)
             self._intervals = [left.join(right) for left, right in pairs]
@@ -100,9 +100,11 @@ class Series:
 
 
 def number(value: Any) -> float:
-    """Returns a row's number; for a list, such as one number per layer, the largest. Returns NaN for anything else, so
-    that an edited file does not prevent a chart."""
-    if type(value) is float:  # most values are
+    """Returns a row's value as a float; for a list, such as one number per layer, its largest finite number.
+
+    Returns NaN for anything else, so that a manually edited file still has a chart.
+    """
+    if type(value) is float:  # most values are floats
         return value if abs(value) < _LARGEST else math.nan
     if isinstance(value, list):
         return max((finite for finite in map(number, value) if math.isfinite(finite)), default=math.nan)

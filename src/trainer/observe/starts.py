@@ -8,13 +8,13 @@ from typing import Any
 from trainer.config.json_files import parsed
 
 STARTS_FILE = "starts.json"
-_NEWEST_ONLY = ("sources", "sharding")  # so that the file of a run that is often interrupted stays small
+_NEWEST_ONLY = ("sources", "sharding")  # kept only in the newest entry, so that the file stays small
 
 
 def with_start(path: Path, start: Mapping[str, Any], *, resumed: bool) -> str:
-    """Returns the new content of `path` when another process begins with `start`; see `training.start_entry`.
+    """Returns the content of the file `path` with the entry `start` appended; see `training.start_entry`.
 
-    `resumed`: whether the run has earlier starts, which are kept without the fields in _NEWEST_ONLY.
+    `resumed`: whether to keep the earlier entries, without their fields in _NEWEST_ONLY.
     """
     earlier = read_starts(path) if resumed else []
     kept = [{name: value for name, value in entry.items() if name not in _NEWEST_ONLY} for entry in earlier]
@@ -22,7 +22,7 @@ def with_start(path: Path, start: Mapping[str, Any], *, resumed: bool) -> str:
 
 
 def read_starts(path: Path) -> list[dict[str, Any]]:
-    """Returns the starts of a run, in order; [] if the file is missing or damaged."""
+    """Returns the entries in order; [] if the file is missing or damaged."""
     try:
         content = parsed(path.read_text(encoding="utf-8", errors="replace"))
     except (OSError, ValueError):

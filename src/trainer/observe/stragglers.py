@@ -1,9 +1,10 @@
 """Finds the processes of a run that delay the others because of their host.
 
-All processes measure the same time for a step, because each waits for the others within the step. They differ in own
-time: the part that the loop spends on data, files and Python instead of waiting for devices. Own time costs nothing
-while the devices compute, so it counts only in steps that consist almost entirely of own time: there the devices waited
-for the host. A slow accelerator is not detected, because its host waits for it like all other hosts.
+All processes measure the same time for a step, because each waits for the others within the step. They differ in host
+time: the time that the loop spends on data, files and Python instead of waiting for devices. Host time costs nothing
+while the devices compute. So it counts only in steps that consist almost entirely of host time, because the devices
+wait for the host in these steps. A slow accelerator is not detected, because its host waits for it like all other
+hosts.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-_SHARE, _PERIODS = 0.1, 5  # late: above the median by this share of a step, in this many consecutive periods
-_BUSY = 0.9  # the minimum share of own time in a step in which the devices wait for the host
+_SHARE, _PERIODS = 0.1, 5  # late: host time above the median by this share of a step, in this many consecutive periods
+_BUSY = 0.9  # host time counts only in steps in which it exceeds this share of the step
 
 
 class Stragglers:
-    """Compares the means of all processes every `period` steps. Reports a process each time that it becomes late.
+    """Compares the mean host times of all processes every `period` steps. Reports a process each time it becomes late.
 
-    The numbers of a period are read at the end of the next one, so that no process waits for them.
+    The means of a period are read at the end of the next period, so that no process waits for the exchange.
     """
 
     def __init__(
@@ -32,10 +33,12 @@ class Stragglers:
         self._period, self._hosts, self._gather_later, self._say = period, hosts, gather_later, say
         self._times: list[tuple[float, float, float]] = []
         self._gathered: Callable[[], Any] | None = None
-        self._late = np.zeros(len(hosts), int)  # periods in a row
+        self._late = np.zeros(len(hosts), int)  # consecutive late periods of each process
 
     def add(self, step: int, own: float, waited: float, elapsed: float) -> None:
-        """Adds the times of a step in seconds: own time, its part for data, and the total. All processes call it."""
+        """Adds the times of a step in seconds: host time, its part spent waiting for data, and the total.
+
+        All processes must call it."""
         self._times.append((own if own > _BUSY * elapsed else 0.0, waited, elapsed))
         if (step + 1) % self._period == 0:
             if self._gathered is not None:
@@ -44,13 +47,16 @@ class Stragglers:
             self._gathered, self._times = self._gather_later(np.mean(self._times, axis=0)), []
 
     def late(self, means: Any) -> list[str]:
-        """Returns a line for each process that has just been late for 5 periods. `means`: each process's means of the
-        times in `add`, [processes, 3]."""
+        """Returns a line for each process that has just become late.
+
+        `means`: each process's means of the times in `add`, [processes, 3].
+        """
         own, waited, elapsed = np.asarray(means).T
         middle, step = np.median(own), np.median(elapsed)
         self._late = np.where(own > middle + _SHARE * step, self._late + 1, 0)
         return [
-            f"process {i} of {len(own)} ({self._hosts[i]}) keeps the others waiting: for {own[i]:.3f} s of a step of "
-            f"{step:.3f} s (median of all: {middle:.3f} s); it waits for data for {waited[i]:.3f} s"
+            f"process {i} of {len(own)} ({self._hosts[i]}) keeps the others waiting: its host takes "
+            f"{own[i]:.3f} s of a step of {step:.3f} s (median of all processes: {middle:.3f} s), "
+            f"including {waited[i]:.3f} s of waiting for data"
             for i in np.flatnonzero(self._late == _PERIODS).tolist()
         ]

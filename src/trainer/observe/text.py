@@ -8,12 +8,12 @@ _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 
 
 def rate(tokens: float) -> str:
-    """Returns, as text, the trained tokens per second over all devices."""
+    """Formats the number of trained tokens per second over all devices."""
     return f"{si(tokens, 'tok/s')} trained"
 
 
 def si(value: float, unit: str) -> str:
-    """Returns `value` with three digits and a prefix of `unit`: si(10240, "tok/s") is "10.2 ktok/s"."""
+    """Formats `value` with three digits and a metric prefix: si(10240, "tok/s") is "10.2 ktok/s"."""
     scale = 0
     while abs(value) >= 999.5 and scale < len(_PREFIXES) - 1:
         value, scale = value / 1000, scale + 1
@@ -22,13 +22,13 @@ def si(value: float, unit: str) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Returns `seconds` as h:mm:ss."""
+    """Formats `seconds` as h:mm:ss."""
     minutes, seconds = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
 
 
 def short_time(seconds: float) -> str:
-    """Returns `seconds` with three digits: "104 ms", "6.31 s"."""
+    """Formats `seconds` with three digits: "104 ms", "6.31 s"."""
     return f"{seconds * 1000:.0f} ms" if seconds < 0.9995 else si(seconds, "s")
 
 

@@ -25,14 +25,14 @@ from trainer.ops.dropout import attention_keep
 
 
 class Mask(NamedTuple):
-    """A query attends to keys of the same segment, at its own position and earlier ones."""
+    """A causal mask: a query attends to keys of the same segment at its own and at earlier positions."""
 
     query_position: jax.Array  # [b, t] int
     key_position: jax.Array  # [b, s] int
     query_segment: jax.Array  # [b, t] int
     key_segment: jax.Array  # [b, s] int
-    # [b, n] int, the segments as lengths (`ops.documents`), for kernels that read lengths; None: rows may have any
-    # number of segments.
+    # [b, n] int, the lengths of the segments (`ops.documents`), for kernels that read lengths; None: lengths are not
+    # given, and rows may have any number of segments.
     documents: jax.Array | None = None
 
     def in_chunks(self, size: int) -> "Mask":
@@ -51,19 +51,19 @@ class Mask(NamedTuple):
 class Dropout(NamedTuple):
     """Dropout of attention weights; see `ops.dropout.attention_keep`.
 
-    A device that computes a part of a row's weights draws the mask of the whole row and uses that part of the mask.
+    A device that computes a part of a row's weights draws the mask of the whole row and uses the corresponding part.
     """
 
     key: jax.Array
     row: jax.Array  # [b] int
     rate: float
-    whole: tuple[int, int] | None = None  # the numbers of heads and keys of a whole row; None: as in the call
+    whole: tuple[int, int] | None = None  # the numbers of heads and keys of a whole row; None: the numbers in the call
     first_head: jax.Array | int = 0  # the index of the call's first head among all heads
     first_query: jax.Array | int = 0
 
     def keep(self, query_t: jax.Array, heads: int, keys: int, first_key: jax.Array | int = 0) -> jax.Array:
         """Returns the mask of kept weights, bool [b, heads, t, keys]. `query_t`: int [t], the indices of the queries in
-        the call. `first_key`: the index of the first key in the row."""
+        the call. `first_key`: the row index of the call's first key."""
         if self.whole is None:
             return attention_keep(self.key, self.row, query_t, heads, keys, self.rate)
         drawn = attention_keep(self.key, self.row, self.first_query + query_t, *self.whole, self.rate)
@@ -114,7 +114,7 @@ def attend(
     scores = scores * scale_of(scale, width)
     if soft_cap:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
-    # A finite number, so that a fully masked query (block padding) gives no NaN.
+    # A finite number, so that the result for a fully masked query (block padding) is not NaN.
     scores = jnp.where(visible(mask, window)[:, None, None], scores, jnp.finfo(jnp.float32).min)
     if sinks is not None:
         sink = sinks.astype(jnp.float32).reshape(kv_heads, -1, 1, 1)

@@ -1,7 +1,7 @@
 """Attention in blocks of queries, in plain XLA. Neither pass materializes the full score matrix.
 
 The backward pass recomputes each block's scores. It is written by hand so that a block's key gradients are added only
-to the keys that the block reads. Autodiff of a loop over slices would add an array of all keys for every block.
+to the keys that the block reads. Autodiff of a loop over slices would add a gradient array of all keys for every block.
 """
 
 import functools
@@ -28,7 +28,7 @@ class _Static(NamedTuple):
 
 
 class _Context(NamedTuple):
-    """Inputs without a gradient: [n, b, t] for the n blocks of queries, [b, s] for the keys."""
+    """Inputs that have no gradient: [n, b, t] for the n blocks of queries, [b, s] for the keys."""
 
     query_index: jax.Array  # [n, t], index within the row
     query_position: jax.Array  # [n, b, t]
@@ -131,7 +131,7 @@ def _one_block(
 def _all_blocks(
     static: _Static, query: jax.Array, key: jax.Array, value: jax.Array, sinks: jax.Array | None, context: _Context
 ) -> jax.Array:
-    """Maps queries [n, b, t, h, d], keys and values [b, s, k, d] to [n, b, t, h, d]. The last axis is the values'."""
+    """Maps queries [n, b, t, h, d], keys and values [b, s, k, d] to [n, b, t, h, d], with the values' d."""
 
     def step(_, xs):
         i, query = xs

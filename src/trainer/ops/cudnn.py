@@ -30,9 +30,10 @@ def cudnn_attention(
     key i must be the same token, and positions must grow by one along a segment. If `mask.documents` is given, it
     defines the segments; results of padding are then undefined, but finite. Otherwise, segments become a bias on the
     scores: b t s bfloat16 numbers (128 MB per row of 8192 tokens), in the forward and in the backward pass. All heads
-    share one bias, so it is 1 / h of the score matrix, and the compiler may share it between layers. The residuals have
-    the checkpoint name "context" (`jax.ad_checkpoint.checkpoint_name`), so a policy that saves "context" does not rerun
-    the forward kernel. `implementation="xla"` computes the same on any platform.
+    share one bias, so it has 1 / h of the score matrix's entries, and the compiler may share it between layers.
+
+    The residuals have the checkpoint name "context" (`jax.ad_checkpoint.checkpoint_name`), so a policy that saves
+    "context" does not rerun the forward kernel. `implementation="xla"` computes the same on any platform.
 
     Raises:
       ValueError: the call requests dropout, a soft cap, sinks, or another dtype.
@@ -40,14 +41,15 @@ def cudnn_attention(
     if dropout is not None or soft_cap or sinks is not None:
         raise ValueError("cudnn_attention supports neither dropout of attention weights nor a soft cap nor sinks")
     if query.dtype != jnp.bfloat16:
-        raise ValueError(f"cudnn_attention takes bfloat16, not {query.dtype}")
+        raise ValueError(f"cudnn_attention requires bfloat16, not {query.dtype}")
     scale, documents, same_segment, length = scale_of(scale, query.shape[-1]), _readable(mask, query, value), None, None
     if documents is None:
         same_segment = mask.query_segment[:, None, :, None] == mask.key_segment[:, None, None, :]
     elif not documents.shape[1]:
         documents = None
     if implementation == "cudnn":
-        # As in JAX: finite, and not lower, so that the kernel's difference of two such numbers cannot overflow.
+        # The same number as in JAX: finite, and large enough that the kernel's difference of two of them cannot
+        # overflow.
         bias = None if same_segment is None else jnp.where(same_segment, 0, -(2.0**41)).astype(query.dtype)
         return fused_attention(Fused(scale, window), query, key, value, bias, documents)
     if documents is not None and documents.shape[1] == 1:
@@ -72,8 +74,9 @@ def cudnn_attention(
 
 
 def _readable(mask: Mask, query: jax.Array, value: jax.Array) -> jax.Array | None:
-    """Returns the documents of `mask`; None if the kernel cannot read several documents per row. It reads documents by
-    int32 offsets in entries. Queries and results share one array of offsets, and so do keys and values."""
+    """Returns the documents of `mask`; None if there are several per row and the kernel cannot address them. It
+    addresses documents by int32 offsets, counted in array entries. Queries and results share one array of offsets, as
+    do keys and values."""
     if mask.documents is None or mask.documents.shape[1] < 2:
         return mask.documents
     return mask.documents if value.shape[-1] == query.shape[-1] and query.size < 2**31 else None

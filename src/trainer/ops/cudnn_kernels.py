@@ -33,7 +33,7 @@ def fused_attention(
     bias: jax.Array | None = None,
     documents: jax.Array | None = None,
 ) -> jax.Array:
-    """Computes causal attention by index in the row: [b, t, h, d]. Differentiable in reverse mode only.
+    """Computes attention with a causal mask by index in the row: [b, t, h, d]. Differentiable in reverse mode only.
 
     `bias`, bfloat16 [b, 1, t, s], is added to the scores, and gets no gradient. `documents`: int32 [b, n], see
     `ops.documents`; n > 0. With n = 1, results of padding are zero. The residuals of the backward pass are the result
@@ -60,7 +60,7 @@ fused_attention.defvjp(_forward, _backward)
 
 
 def _by_rows(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `kernel`, a function of arrays [b, ...], for which `jax.vmap` merges the mapped axis into the rows."""
+    """Returns `kernel`, a function of arrays [b, ...], such that `jax.vmap` merges the mapped axis into b."""
 
     @jax.custom_batching.custom_vmap
     def call(*arrays: Any) -> Any:
@@ -110,7 +110,7 @@ def _call(
         "scale": how.scale,
         "seed": 0,
         "dropout_rate": 0.0,
-        "variadic_args": (bias is not None, False),  # whether there is a bias, and whether its gradient is computed
+        "variadic_args": (bias is not None, False),  # whether there is a bias, and whether to compute its gradient
         "mask_type": jaxs.MaskType.CAUSAL if documents is None else jaxs.MaskType.PADDING_CAUSAL,
         "layout": jaxs.AttentionLayout.BTNH.value,
         "sliding_window_length": how.window or None,
@@ -123,9 +123,9 @@ def _call(
     elif documents is not None:
         sizes, starts = packed(documents, query.shape[1])
         lengths, starts = sizes.reshape(documents.shape), starts.reshape(len(documents), -1)
-        # In entries, not in tokens. JAX 0.10 would use the number of query heads also for keys.
+        # Counted in entries, not in tokens. JAX 0.10 would use the number of query heads for the keys' offsets, too.
         offsets = [starts * (x.shape[2] * x.shape[3]) for x in (query, key)]
-    # Lengths of queries and keys, their offsets, and two tables of pages.
+    # After the bias: the lengths of queries and keys, their offsets, and two page tables.
     return [absent if bias is None else bias, lengths, lengths, *offsets, absent, absent], parameters
 
 

@@ -1,11 +1,11 @@
 """The gated delta rule, which reads and corrects a memory of constant size (Yang et al. 2024, arXiv:2412.06464).
 
-For each head, with the memory S [k, v] before the first token given, token t computes
+Each head starts from a given memory S [k, v]. At token t it computes
 
     S' = exp(decay_t) S;  S = S' + beta_t key_t (value_t - S'^T key_t)^T;  out_t = S^T query_t
 
 A document begins with S = 0. All arrays and products are float32, on every platform. Shapes: b rows, t tokens, h heads,
-k and v entries of a key and of a value; n chunks of c tokens; r requested tokens of a row.
+k and v the widths of keys and values; n chunks of c tokens; r tokens of a row after which the memory is requested.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 
 class Chunks(NamedTuple):
-    """What the tokens of each chunk need of each other, for all chunks at once.
+    """The terms within chunks that do not depend on the memory at a chunk's start, for all chunks.
 
     Attributes:
       query, key: [b, n, h, c, k].
@@ -49,9 +49,9 @@ def gated_delta_rule(
     """Computes the rule chunk by chunk, with matrix products within a chunk.
 
     Args:
-      decay_bth: at most 0. A token with decay 0 and beta 0 that begins no document leaves the memory as it is.
-      document_bt: int, the document of each token, counted in each row: 0 continues `memory_bhkv`; a larger number than
-        that of the token before begins with a memory of 0.
+      decay_bth: at most 0. A token with decay 0 and beta 0 leaves the memory unchanged, unless it begins a document.
+      document_bt: int, the index of each token's document in its row. Document 0 continues `memory_bhkv`. A token with
+        a larger index than its predecessor starts with a memory of 0.
       memory_bhkv: the memory before the first token; None: 0.
       chunk: the number of tokens in a chunk.
       at_br: int, at least 0, the tokens after which the memory is returned; None: the last one.
@@ -84,7 +84,7 @@ def gated_delta_rule(
 
 
 def _divided(x_bt: jax.Array, size: int, mode: str = "constant") -> jax.Array:
-    """Returns [b, n, c, ...], padded at the end."""
+    """Splits [b, t, ...] into chunks [b, n, c, ...], with padding at the end."""
     widths = [(0, 0), (0, -x_bt.shape[1] % size), *[(0, 0)] * (x_bt.ndim - 2)]
     return jnp.pad(x_bt, widths, mode=mode).reshape(len(x_bt), -1, size, *x_bt.shape[2:])
 
@@ -92,11 +92,11 @@ def _divided(x_bt: jax.Array, size: int, mode: str = "constant") -> jax.Array:
 def _chunks(
     query: jax.Array, key: jax.Array, value: jax.Array, decay: jax.Array, beta: jax.Array, document_bnc: jax.Array
 ) -> Chunks:
-    """The arrays are [b, n, h, c, ...]."""
+    """Computes `Chunks` from arrays [b, n, h, c, ...]."""
     size = decay.shape[-1]
     lower = jnp.tril(jnp.ones((size, size), bool))
-    # Sums over the tokens after j up to i. As differences of sums from the chunk's start, they would lose the digits of
-    # a slow decay that follows a fast one.
+    # The sums of the decays of tokens j + 1 to i. As differences of cumulative sums, they would lose the digits of a
+    # slow decay that follows a fast one.
     after_j = jnp.where(lower & ~jnp.eye(size, dtype=bool), decay[..., None], 0)
     log = jnp.einsum("il,bnhlj->bnhij", lower.astype(jnp.float32), after_j)
     same = (document_bnc[..., :, None] == document_bnc[..., None, :]) & lower
@@ -104,7 +104,7 @@ def _chunks(
     before_bn = jnp.pad(document_bnc[:, :-1, -1], ((0, 0), (1, 0)))
     carried = (document_bnc == before_bn[..., None])[:, :, None]
     since = jnp.where(carried, jnp.exp(jnp.cumsum(decay, axis=-1)), 0)
-    # Token i corrects what the tokens before it wrote: a unit triangular system (section 3.3 of the paper).
+    # Each token's correction depends on those of earlier tokens: a unit triangular system (section 3.3 of the paper).
     system = jnp.einsum("bnhik,bnhjk->bnhij", key * beta[..., None], key) * between
     inverse = _unit_inverse(jnp.tril(system, -1)) * beta[..., None, :]
     return Chunks(query, key, inverse @ value, inverse @ (since[..., None] * key), between, since)
@@ -113,22 +113,22 @@ def _chunks(
 def _unit_inverse(strict: jax.Array) -> jax.Array:
     """Returns the inverse of I + `strict`, which is [..., c, c] and strictly lower triangular.
 
-    Made of products, because solvers of triangular systems take 25 times as long on a CPU, and run row by row on a TPU.
+    Uses matrix products, because triangular solvers take 25 times as long on a CPU, and run row by row on a TPU.
     """
     index, identity = jnp.arange(strict.shape[-1]), jnp.eye(strict.shape[-1], dtype=strict.dtype)
     fixed, inverse, size = jax.lax.stop_gradient(strict), identity, 1
     while size < len(index):
-        # Blocks of `size` on the diagonal are inverted. The inverse of [[A, 0], [B, C]] is [[A', 0], [-C'BA', C']].
+        # Diagonal blocks of `size` are inverted so far. The inverse of [[A, 0], [B, C]] is [[A', 0], [-C'BA', C']].
         block = index // size
         below = (block[:, None] % 2 == 1) & (block[:, None] == block + 1)
         inverse = inverse - inverse @ jnp.where(below, fixed, 0) @ inverse
         size *= 2
-    # A step of Newton's method has the gradient of the inverse; the steps above need not be kept for it.
+    # One Newton step has the gradient of the inverse, so the backward pass need not store the steps above.
     return inverse + inverse @ (identity - (identity + strict) @ inverse)
 
 
 def _memory_after(at_br: jax.Array, of: Chunks, memory_bnhkv: jax.Array, written_bnhcv: jax.Array) -> jax.Array:
-    """Returns the memory after each token of `at_br`. `memory_bnhkv`: at the start of each chunk."""
+    """Returns the memory after each token of `at_br`. `memory_bnhkv`: the memory at the start of each chunk."""
     chunk_br, place_br = jnp.divmod(at_br, of.since.shape[-1])
 
     def one(chunk: jax.Array, place: jax.Array, of: Chunks, memory: jax.Array, written: jax.Array) -> jax.Array:

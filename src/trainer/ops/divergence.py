@@ -1,7 +1,7 @@
-"""Divergences between the distributions of two models over the same tokens. v: tokens of the vocabulary.
+"""Divergences between the distributions of two models over the same tokens. v: the size of the vocabulary.
 
-KL(p || q) is the sum of p log(p / q) - p + q. The last two parts cancel over the vocabulary, but without them rounding
-would give equal distributions a gradient other than 0.
+KL(p || q) is the sum of p log(p / q) - p + q. The terms - p + q sum to 0 over the vocabulary, but without them rounding
+would give equal distributions a nonzero gradient.
 """
 
 import functools
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 # Arguments: the logits of the student and of the teacher [..., v]. Result: nats, float32 [...].
 Divergence = Callable[[jax.Array, jax.Array], jax.Array]
-_ABSENT = -1e30  # the logit of a token that is not compared
+_ABSENT = -1e30  # the logit of a token that is excluded
 
 
 def forward_kl(student: jax.Array, teacher: jax.Array) -> jax.Array:
@@ -43,14 +43,14 @@ def divergence_of(name: str, weight: float) -> Divergence:
 
 
 def first_tokens(count: int, *logits: jax.Array) -> list[jax.Array]:
-    """Returns logits [..., v] of different models with a common v, in which the first `count` tokens are likely."""
+    """Truncates the logits of several models to the smallest vocabulary, and masks all but the first `count` tokens."""
     size = min(x.shape[-1] for x in logits)
     cut = [x if x.shape[-1] == size else x[..., :size] for x in logits]
     return cut if count >= size else [jnp.where(jnp.arange(size) < count, x, _ABSENT) for x in cut]
 
 
 def with_others(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Returns the logits of `tokens` [..., k] and of the event that any other token follows, [..., k + 1], from all
+    """Returns the logits of `tokens` [..., k] and one logit for all other tokens together, [..., k + 1], from all
     logits [..., v]."""
     chosen = jnp.take_along_axis(logits, tokens, axis=-1)
     others = jnp.put_along_axis(logits, tokens, _ABSENT, axis=-1, inplace=False)
@@ -63,5 +63,5 @@ def _kl(log_p: jax.Array, log_q: jax.Array) -> jax.Array:
 
 
 def _log_softmax(logits: jax.Array) -> jax.Array:
-    # Logits of -inf would give 0 x inf.
+    # Logits of -inf would make a term 0 x inf, which is NaN.
     return jax.nn.log_softmax(jnp.maximum(logits.astype(jnp.float32), _ABSENT), axis=-1)

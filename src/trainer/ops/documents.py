@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 def lengths(segment_bt: jax.Array, most: int) -> jax.Array:
     """Returns the lengths of the documents of rows with at most `most` documents. Segments are 1, 2, ..., and 0 for
-    padding. With `most` = 1, a row of padding counts as a document of one token, because kernels need a document."""
+    padding. With `most` = 1, a row of only padding gets a document of one token, because kernels require a document."""
     if not most:
         return jnp.zeros((len(segment_bt), 0), jnp.int32)
     found = (segment_bt[:, :, None] == jnp.arange(1, most + 1)).sum(axis=1, dtype=jnp.int32)
@@ -42,8 +42,8 @@ def packed(length_bn: jax.Array, tokens: int) -> tuple[jax.Array, jax.Array]:
 def document_numbers(position_bt: jax.Array, segment_bt: jax.Array) -> jax.Array:
     """Returns the number of documents that began in each row up to each token: int32 [b, t].
 
-    A document begins at position 0 or where the segment changes. The first token of a row begins none otherwise, as the
-    row may continue an earlier call. Padding (segment 0) begins none.
+    A document begins at position 0 or where the segment changes. The first token of a row with a later position does
+    not begin a document, because the row may continue an earlier call. Padding (segment 0) never begins a document.
     """
     changes = jnp.pad(segment_bt[:, 1:] != segment_bt[:, :-1], ((0, 0), (1, 0)))
     return jnp.cumsum((segment_bt != 0) & ((position_bt == 0) | changes), axis=1, dtype=jnp.int32)

@@ -2,7 +2,7 @@
 
 All functions here run on one device, inside a region in which the mesh axes `Spread.axes` are manual. Shapes: d devices
 along these axes, e experts, l = e / d experts per device, m choices (a token counts once for each chosen expert), c
-choices that a device sends to one other device in a round, w width. Device i has the experts i l to (i + 1) l - 1.
+choices that a device sends to each other device in a round, w width. Device i has the experts i l to (i + 1) l - 1.
 """
 
 import functools
@@ -27,7 +27,7 @@ class Spread(NamedTuple):
     Attributes:
       axes: the mesh axes over which experts are sharded; () or axes of size 1 if each device has all experts.
       peers: all mesh axes along which devices have different tokens. Devices along them run the same number of rounds.
-      buffer: the size of a round, see `round_size`.
+      buffer: sets the number of choices in a round; see `round_size`.
     """
 
     axes: tuple[str, ...]
@@ -36,7 +36,7 @@ class Spread(NamedTuple):
 
     @property
     def devices(self) -> int:
-        """d"""
+        """The number of devices along `axes`, d."""
         return jax.lax.axis_size(self.axes) if self.axes else 1
 
 
@@ -59,8 +59,8 @@ def on_owners(apply: Apply, spread: Spread) -> Apply:
 def dropless(
     x_btw: jax.Array, routing: Routing, apply: Experts, kernels: Any, experts: int, spread: Spread
 ) -> Dispatched:
-    """Computes `experts.dropless`. In each round, a device sends at most `round_size` choices to each other device.
-    There are as many rounds as the pair of devices with the most choices needs.
+    """Computes `experts.dropless`. In each round, a device sends at most `round_size` choices to each other device. The
+    pair of devices with the most choices determines the number of rounds.
 
     The device that computes a result multiplies it by its weight, and sends it back in the dtype of `x_btw`. Only the
     sent data is kept for the backward pass, which recomputes the experts.
@@ -77,7 +77,7 @@ class _Plan(NamedTuple):
     """The choices that devices exchange.
 
     Attributes:
-      start_d, count_d: the start and the number of this device's choices for each device.
+      start_d, count_d: for each device, the first index and the number of this device's choices that go to it.
       arriving_dl: the number of choices that each device sends to each expert of this device.
       rounds: the number of rounds, the same on all peers.
     """
@@ -146,7 +146,8 @@ def _while(plan: _Plan, body: Callable[[Any], Any], start: Any) -> Any:
 
 
 def _round(plan: _Plan, number: jax.Array, spread: Spread, choices: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the choices that a device sends in a round, [d, c], and how many arrive for each of its experts, [d, l].
+    """Returns the choices that this device sends in a round, [d, c], and the number that arrives for each of its
+    experts, [d, l].
 
     Empty slots have distinct indices past the end."""
     size = round_size(choices, spread.devices, spread.buffer)
@@ -176,7 +177,8 @@ def _there_and_back(
     swap = functools.partial(jax.lax.all_to_all, axis_name=spread.axes, split_axis=0, concat_axis=0, tiled=True)
     x_dcw, weight_dc = swap(x_dcw), swap(weight_dc)
     place_c = jnp.arange(x_dcw.shape[1])
-    # The number of experts that end before a slot. An empty slot has number l and is sorted to the end.
+    # The index of a slot's expert: the number of experts that end before it. An empty slot has index l and is sorted to
+    # the end.
     expert_dc = jnp.sum(place_c[:, None] >= jnp.cumsum(size_dl, axis=1)[:, None, :], axis=-1)
     order = jnp.argsort(expert_dc.reshape(-1))
     out = apply(kernels, permuted(x_dcw.reshape(-1, x_dcw.shape[-1]), order), size_dl.sum(0))

@@ -34,8 +34,8 @@ def dropless(x_btw: jax.Array, routing: Routing, apply: Apply, experts: int) -> 
 
 
 def weighing_inputs(dispatch: Callable[..., Dispatched]) -> Callable[..., Dispatched]:
-    """Returns `dispatch`, one of this file's functions, changed so that weights multiply the experts' inputs instead of
-    the results. Each choice of a token becomes a separate token with one expert."""
+    """Wraps `dispatch`, one of this file's functions, so that weights multiply the experts' inputs instead of the
+    results. Each choice of a token becomes a separate token with one expert."""
 
     def run(x_btw: jax.Array, routing: Routing, *args: Any, **how: Any) -> Dispatched:
         rows, length, chosen = routing.expert.shape
@@ -56,7 +56,7 @@ def by_expert(x_btw: jax.Array, routing: Routing, experts: int) -> tuple[jax.Arr
     expert_n = routing.expert.reshape(-1)
     order = jnp.argsort(expert_n)  # stable
     size_e = jnp.zeros(experts, jnp.int32).at[expert_n].add(1)
-    # Each index occurs once, so the gradients are permutations, and the k gradients of a token are added afterwards.
+    # Each index occurs once, so the backward pass permutes gradients, then adds the k gradients of each token.
     copies_nw = jnp.repeat(x_btw.reshape(-1, x_btw.shape[-1]), routing.expert.shape[-1], axis=0)
     return permuted(copies_nw, order), order, size_e
 
@@ -69,8 +69,8 @@ def permuted(x: jax.Array, order: jax.Array) -> jax.Array:
 def with_bias(out: jax.Array, bias_ew: jax.Array, sizes: jax.Array | None) -> jax.Array:
     """Adds to each row of the experts' result the float32 bias of its expert. Rows past the last group get any bias.
 
-    Adds in float32, because the gradient of a bias is summed over rows in the dtype of the addition. In bfloat16 it was
-    wrong by 31 % with 4096 rows.
+    Adds in float32, because the gradient of a bias is summed over rows in the dtype of the addition. In bfloat16 the
+    gradient was off by 31 % with 4096 rows.
     """
     if sizes is None:
         own = bias_ew[:, None]
@@ -95,7 +95,7 @@ def every_expert(x_btw: jax.Array, routing: Routing, apply: Apply, experts: int)
 
 
 def slots(length: int, chosen: int, experts: int, factor: float) -> int:
-    """Returns how many tokens of a row an expert takes, by MaxText's formula: ceil(length k / e) times `factor`, >= 1.
+    """Returns an expert's capacity in tokens per row, by MaxText's formula: ceil(length k / e) times `factor`, >= 1.
 
     The result is at most the row's length, because no token chooses an expert twice.
     """
@@ -110,19 +110,19 @@ def within_capacity(
     rows, length, width = x_btw.shape
     chosen = routing.expert.shape[-1]
     capacity = slots(length, chosen, experts, factor)
-    expert_bn = routing.expert.reshape(rows, -1)  # n = t k, token by token
+    expert_bn = routing.expert.reshape(rows, -1)  # n = t k, the choices of one token after another
     real_bn = jnp.repeat(real_bt, chosen, axis=1)
     mine_bne = jax.nn.one_hot(expert_bn, experts, dtype=jnp.int32) * real_bn[..., None]
     place_bn = jnp.sum((jnp.cumsum(mine_bne, axis=1) - mine_bne) * mine_bne, axis=-1)
     kept_bn = real_bn & (place_bn < capacity)
     end = experts * capacity
-    slot_bn = jnp.where(kept_bn, expert_bn * capacity + place_bn, end)  # an index past the end: no slot
+    slot_bn = jnp.where(kept_bn, expert_bn * capacity + place_bn, end)  # `end`, past the last slot, if dropped
     token_n = jnp.repeat(jnp.arange(length), chosen)
 
     def fill(slot_n: jax.Array) -> jax.Array:
         return jnp.full(end, length).at[slot_n].set(token_n, mode="drop")
 
-    token_bs = jax.vmap(fill)(slot_bn)  # the token of each slot; an empty slot has none
+    token_bs = jax.vmap(fill)(slot_bn)  # the token of each slot; `length` for an empty slot
     taken_bsw = jax.vmap(_rows_or_zero)(x_btw, token_bs)
     taken_enw = taken_bsw.reshape(rows, experts, capacity, width).swapaxes(0, 1).reshape(experts, -1, width)
     out_bsw = apply(taken_enw, None).reshape(experts, rows, capacity, width).swapaxes(0, 1).reshape(rows, end, width)

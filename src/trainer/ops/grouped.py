@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# x @ matrix, gradient @ matrix^T, and x^T @ gradient.
+# The dimension numbers of x @ matrix, gradient @ matrix^T, and x^T @ gradient.
 OF_ROWS = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (1,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
 )
@@ -59,7 +59,7 @@ def _ragged(dimensions: jax.lax.RaggedDotDimensionNumbers) -> Callable[..., jax.
 
 
 def grouped_matmul_reference(x_mk: jax.Array, matrix_gkn: jax.Array, size_g: jax.Array) -> jax.Array:
-    """Computes `grouped_matmul` with plain products: multiplies every row by every matrix and keeps its group."""
+    """Computes `grouped_matmul` with plain products: multiplies each row by all matrices, and selects by group."""
     end_g = jnp.cumsum(size_g)
     row_m = jnp.arange(x_mk.shape[0])
     own_gm = (row_m >= (end_g - size_g)[:, None]) & (row_m < end_g[:, None])

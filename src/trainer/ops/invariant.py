@@ -31,7 +31,7 @@ def invariant_attention(
 ) -> jax.Array:
     """Computes `dot_product_attention`, without dropout. The backward pass recomputes the scores of each block."""
     if dropout is not None:
-        raise ValueError("invariant attention has no dropout")
+        raise ValueError("invariant attention does not support dropout")
     rows, length = query.shape[:2]
 
     def blocks(x: jax.Array) -> jax.Array:
@@ -92,7 +92,7 @@ def _block(
     largest = scores.max(axis=-1, keepdims=True)
     sink = None if sinks is None else sinks.astype(jnp.float32).reshape(kv_heads, -1, 1, 1)
     largest = largest if sink is None else jnp.maximum(largest, sink)
-    largest = jax.lax.stop_gradient(largest)  # it cancels out
+    largest = jax.lax.stop_gradient(largest)  # the result does not depend on it
     weights = jnp.where(seen, jnp.exp(scores - largest), 0)
     weights = weights.reshape(*weights.shape[:-1], tiles, TILE)
     values = value.reshape(rows, tiles, TILE, kv_heads, -1)

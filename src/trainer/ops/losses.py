@@ -15,7 +15,7 @@ def cross_entropy(logits_btv: jax.Array, target_bt: jax.Array, mean: bool = Fals
 
     Computed in float32 without materializing float32 logits. The backward pass recomputes the softmax from log Z and
     the logits in their original dtype. Targets (less than v) are selected by comparison, which the compiler fuses into
-    the surrounding sums; a gather would need the float32 logits in memory. Supports reverse mode only.
+    the surrounding sums; a gather would need the float32 logits in memory. Differentiable in reverse mode only.
     """
     logits = logits_btv.astype(jnp.float32)
     log_z = jax.nn.logsumexp(logits, axis=-1)

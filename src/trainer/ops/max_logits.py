@@ -20,18 +20,18 @@ def max_logits(
     block: int = BLOCK,
     when: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns the largest logit q k scale of each head over the queries and keys of a batch: float32 [h].
+    """Returns each head's largest attention logit (q . k * scale) over the queries and keys of a batch: float32 [h].
 
-    Only pairs in which the query sees the key count, and no padding (segment 0). Without such pairs, the result is a
-    finite number below any logit. The result has no gradient. The logits are recomputed tile by tile; a tile takes [b,
-    h, block, block] float32. Tiles above the diagonal or outside of the window are skipped, so query i and key i must
-    be the same token, and positions must grow by one along a segment.
+    Only pairs in which the query sees the key count, and padding (segment 0) is ignored. Without any pair, the result
+    is a finite number below any logit. The result has no gradient. The logits are recomputed tile by tile; each tile
+    needs memory for [b, h, block, block] float32 numbers. Tiles above the diagonal or outside of the window are
+    skipped, so query i and key i must be the same token, and positions must grow by one along a segment.
 
     Args:
       query, key: [b, t, h, d] and [b, t, k, d], the operands of the attention op.
       mask: the mask of the attention op.
       window, scale: see `ops.attention`.
-      block: tokens along both sides of a tile. If one tile covers the whole row, the product is the same as in
+      block: the side length of a tile, in tokens. If one tile covers the whole row, the product is the same as in
         `dot_product_attention`, and the compiler merges the two, unless `when` is given.
       when: bool []. If false, nothing is computed and the result is a finite number below any logit. None: true.
     """
@@ -41,8 +41,8 @@ def max_logits(
 
     @jax.checkpoint
     def apart(query: jax.Array, key: jax.Array, mask: Mask) -> jax.Array:
-        # All layers of a scan share the masks, so the derivative of the scan would compute the masks of all tiles, for
-        # all heads, before the scan and keep them. Checkpointing prevents this.
+        # All layers of a scan share the masks. So a differentiated scan would compute the masks of all tiles and heads
+        # before the scan, and store them. Checkpointing prevents this.
         if when is None:
             return _max_logits(query, key, mask, window, scale, block)
         nothing = jnp.full(query.shape[2], jnp.finfo(jnp.float32).min)
@@ -75,11 +75,11 @@ def _max_logits(
         counts = seen & (query_segment != 0)[:, :, None]
         return jnp.where(counts[:, None, None], logits, jnp.finfo(jnp.float32).min).max(axis=(-2, -1))
 
-    # The smallest distance in tile (i, j) is (i - j) * block - (block - 1).
+    # The smallest distance from a query back to a key in tile (i, j) is (i - j) * block - (block - 1).
     tiles = [(i, j) for i in range(count) for j in range(i + 1) if not window or (i - j - 1) * block + 1 < window]
     if len(tiles) == 1:
         largest = tile(queries, keys)[None]
     else:
-        # Mapped, not carried, so that the compiler shards each tile's result by rows and heads, like the operands.
+        # Not a carried maximum, so that the compiler shards each tile's result by rows and heads, like the operands.
         largest = jax.lax.map(lambda at: tile(part(queries, at[0]), part(keys, at[1])), tuple(jnp.array(tiles).T))
     return largest.max(axis=(0, 1)).reshape(heads) * scale_of(scale, width)

@@ -1,4 +1,4 @@
-"""Products with a factor from the configuration."""
+"""Multiplication by a factor from the configuration."""
 
 import jax
 import jax.numpy as jnp

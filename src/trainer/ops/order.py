@@ -1,7 +1,7 @@
 """Orders of a row's tokens that balance causal attention if rows are split over devices.
 
 A token attends to earlier tokens, so the devices with the last tokens of a row would have most of the work. Two orders
-balance it. Devices split an axis into contiguous parts:
+balance the work. In both, the devices split the reordered row into contiguous parts:
 
     dual_chunk_swap: a row is split into 2n chunks. Device i has an early chunk, i, and a late chunk, 2n - 1 - i.
     striped: device i has the tokens i, i + n, i + 2n, ...  This also balances rows of packed documents.
@@ -19,7 +19,7 @@ DUAL_CHUNK_SWAP, STRIPED = "dual_chunk_swap", "striped"
 
 
 def order(length: int, n: int, strategy: str = DUAL_CHUNK_SWAP) -> np.ndarray:
-    """Returns the original index of the token at each place, int64 [length], for rows split over `n` devices.
+    """Returns the original index of the token at each new index, int64 [length], for rows split over `n` devices.
 
     Raises:
       ValueError: the length is not a multiple of 2n (`dual_chunk_swap`) or n (`striped`).

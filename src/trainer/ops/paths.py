@@ -7,26 +7,29 @@ import jax
 
 Path = tuple[str, ...]
 
-OUTSIDE = "_outside_pipeline"  # the suffix of the name of a stack with the layers outside of a pipeline
+OUTSIDE = "_outside_pipeline"  # name suffix of a stack that contains the layers outside of a pipeline
 
 
 def whole_name(name: str) -> str:
-    """Returns a parameter's name in checkpoints, where no pipeline divides a stack. Patterns match this name."""
+    """Returns a parameter's name in checkpoints, where a stack contains its layers inside and outside of a pipeline.
+
+    Patterns in the configuration match this name.
+    """
     return name.replace(f"{OUTSIDE}/", "/")
 
 
 def listed(names: Iterable[str]) -> str:
-    """Returns the names that patterns match (`whole_name`), for a message."""
+    """Returns, for a message, the distinct names that patterns can match (see `whole_name`)."""
     return ", ".join(dict.fromkeys(map(whole_name, names)))
 
 
 def path_of(keypath: tuple[Any, ...]) -> Path:
-    """Returns the names along a JAX key path, for any kind of container."""
+    """Returns the names of the keys in a JAX key path, for any kind of container."""
     return tuple(jax.tree_util.keystr((entry,), simple=True) for entry in keypath)
 
 
 def name_of(keypath: tuple[Any, ...]) -> str:
-    """Returns the names along a JAX key path, joined: a/b/c."""
+    """Returns the names of the keys in a JAX key path, joined: a/b/c."""
     return "/".join(path_of(keypath))
 
 

@@ -1,14 +1,16 @@
-"""Random keys. Always Threefry, because under vmap other generators do not draw each row from the row's key."""
+"""Random keys. Always Threefry, because under vmap other generators do not draw each row from its own key."""
 
 import jax
 import jax.numpy as jnp
 
-# Separate streams of one seed. Parameter initialization folds small numbers into the key of the seed itself.
+# Separate streams of one seed. Their numbers are large, because parameter initialization folds small numbers into the
+# seed's key.
 DROPOUT, SAMPLING, ROUNDING = 2**31 - 1, 2**31 - 2, 2**31 - 3
 
 
 def seed_key(seed: int | jax.Array, stream: int | None = None) -> jax.Array:
-    """Returns the Threefry key of `seed` (0 to 2**32 - 1), or of one of its streams, whatever JAX's default is."""
+    """Returns the Threefry key of `seed` (0 to 2**32 - 1), or of one of its streams, regardless of JAX's default
+    generator."""
     key = jax.random.key(seed, impl="threefry2x32")
     return key if stream is None else jax.random.fold_in(key, stream)
 

@@ -6,7 +6,7 @@ device accumulates the results of its queries with an online softmax over the ke
 blockwise attention with arbitrary query and key positions.
 
 Shapes: b rows, t queries and s keys of a device, h heads, k heads of keys, g = h / k, d and v the widths of keys and
-values; i of n blocks of c queries, j of m blocks of keys.
+values; n blocks (index i) of c queries, and m blocks (index j) of c keys.
 """
 
 import functools
@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from trainer.ops.attention import Dropout, Mask, scale_of, visible
 
-BLOCK = 512  # the most tokens along both sides of a tile of scores
+BLOCK = 512  # the maximum side length of a tile of scores, in tokens
 _NOWHERE = -1, -2  # segments of padding queries and of padding keys, which match no segment
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
@@ -31,9 +31,9 @@ class Ring(NamedTuple):
     Attributes:
       axes: the mesh axes of the ring, inside `shard_mapped`; () if all keys are on this device.
       window, soft_cap, scale: see `ops.attention`.
-      block: the most tokens along both sides of a tile of scores.
+      block: the maximum side length of a tile of scores, in tokens.
       rate, whole, length: for dropout: the rate, `Dropout.whole`, and the number of keys on a device.
-      together: whether all arrays are sent as one array of bytes.
+      together: whether to send all arrays as one array of bytes.
     """
 
     axes: tuple[str, ...] = ()
@@ -52,7 +52,7 @@ class Ring(NamedTuple):
         return jax.lax.axis_size(self.axes) if self.axes else 1
 
     def source(self, step: int | jax.Array) -> jax.Array | int:
-        """Returns the device whose keys this device has in step `step` of the ring; in step 0, this device."""
+        """Returns the device whose keys this device has in step `step` of the ring. In step 0, it is this device."""
         return (jax.lax.axis_index(self.axes) - step) % self.devices if self.axes else 0
 
     def passed_on(self, arrays: Any) -> Any:
@@ -111,9 +111,9 @@ def ring_attention(
 ) -> jax.Array:
     """Computes `ops.attention.dot_product_attention` for the queries of this device: [b, t, h, v].
 
-    Keys may be at any positions. Tiles of scores in which no query sees a key are skipped. The backward pass sends keys
-    and values around the ring again, with float32 sums of their gradients. The residuals of the backward pass have the
-    checkpoint name "context".
+    Keys may have arbitrary positions. Tiles of scores in which no query sees a key are skipped. The backward pass sends
+    keys and values around the ring again, with float32 sums of their gradients. The residuals of the backward pass have
+    the checkpoint name "context".
 
     Args:
       query, key, value, mask: the arrays for this device's tokens.
@@ -184,7 +184,7 @@ def _forward(ring: Ring, queries: _Queries, keys: _Keys, sinks: jax.Array | None
         return jax.lax.scan(of_queries, None, (jnp.arange(shape[0]), queries, sums))[1]
 
     sums = _around(ring, step, start, keys)
-    # A query that sees nothing is padding.
+    # A query that sees no key is padding.
     out = (sums.total / jnp.where(sums.weight > 0, sums.weight, 1)[..., None]).astype(keys.value.dtype)
     log_sum = sums.largest + jnp.log(sums.weight)
     out, log_sum = checkpoint_name(out, "context"), checkpoint_name(log_sum, "context")
@@ -283,8 +283,8 @@ def _logits(ring: Ring, queries: _Queries, keys: _Keys) -> jax.Array:
 
 
 def _dropped(ring: Ring, drop: Any, weights: jax.Array, index: Any, source: Any, at: Any) -> jax.Array:
-    """Returns the weights of a tile [b, k, g, c, c] after dropout: of query block `index`, and of the keys of device
-    `source` from index `at` on."""
+    """Returns the weights of a tile [b, k, g, c, c] after dropout. `index`: the block of the tile's queries. The tile's
+    keys are those of device `source` from index `at` on."""
     if drop is None:
         return weights
     rows, kv_heads, group, each, width = weights.shape
@@ -327,8 +327,8 @@ def _shape(queries: _Queries) -> tuple[int, ...]:
 
 
 def _full(queries: _Queries, shape: tuple[int, ...], value: float) -> jax.Array:
-    """Returns a float32 array filled with `value`, whose type varies over the same mesh axes as the queries. The carry
-    of a loop needs this type, because the loop's results have it."""
+    """Returns a float32 array filled with `value`. Its type varies over the same mesh axes as the queries, because a
+    loop's carry must have the type of the loop's results."""
     zero = ((queries.query.ravel()[0] > 0) & False).astype(jnp.float32)
     return jnp.full(shape, value, jnp.float32) + zero
 

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from trainer.ops.invariant import rounded
 
-# The name of the cos/sin tables for rematerialization.
+# The checkpoint name of the cos/sin tables, for rematerialization policies.
 ROTATION = "rotation"
 
 # A custom rotation: maps queries or keys [b, t, heads, d] and positions [b, t] to rotated queries or keys.
@@ -19,7 +19,7 @@ Rotation = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class Rope(NamedTuple):
-    """Parameters of the rotation. All but three fields are keys of base.yml.
+    """Parameters of the rotation. All fields but three are keys of base.yml.
 
     `factors`: for kind longrope, the factors for short or for long texts. `share`: the fraction of a head's entries,
     starting with the first, that is rotated. `rounded`: whether both products are rounded before they are added, so
@@ -59,12 +59,12 @@ def rope(x_bthd: jax.Array, position_bt: jax.Array, how: Rope | Rotation) -> jax
     angle = position_bt[..., None, None].astype(jnp.float32) * frequency
     scale = attention_scale(how)
     cos, sin = scale * jnp.cos(angle), scale * jnp.sin(angle)
-    # All layers share the tables. The name lets a loop over rematerialized layers compute them once, outside.
+    # All layers share the tables. Their checkpoint name lets a loop over rematerialized layers compute them only once.
     cos, sin = _per_entry(cos, cos, how), _per_entry(-sin, sin, how)
     if rest := width - cos.shape[-1]:
         cos, sin = (jnp.pad(it, [*[(0, 0)] * 3, (0, rest)], constant_values=i) for i, it in ((1, cos), (0, sin)))
     cos, sin = checkpoint_name((cos, sin), ROTATION)
-    partner = _partner(x_bthd, how).astype(jnp.float32)  # moved before the cast, which halves the bytes
+    partner = _partner(x_bthd, how).astype(jnp.float32)  # permuted before the cast to move half the bytes
     parts = x_bthd.astype(jnp.float32) * cos, partner * sin
     rotated = jnp.add(*map(rounded, parts) if how.rounded else parts)
     return rotated.astype(x_bthd.dtype)
@@ -107,7 +107,7 @@ def frequencies(how: Rope, width: int) -> np.ndarray:
         return plain / np.array(how.factors)
     if how.kind == "llama3.1":
         turns = how.original_length / (2 * math.pi) * plain
-        # Published files of Llama 4 have equal factors, so no wavelength is in between.
+        # The published configurations of Llama 4 have equal factors, so that no wavelength is in between.
         kept: np.ndarray = (turns - how.low_freq_factor) / max(how.high_freq_factor - how.low_freq_factor, 1e-30)
     else:
         assert how.kind == "yarn", how.kind
@@ -140,7 +140,8 @@ def score_scale(how: Rope, mscale: float) -> float:
 
 
 def _yarn_range(how: Rope, width: int) -> tuple[float, float]:
-    """Returns the indices between which YaRN interpolates: of the pairs that turn beta_fast and beta_slow times."""
+    """Returns the two pair indices between which YaRN interpolates. These pairs make beta_fast and beta_slow turns over
+    `original_length` tokens."""
 
     def pair(turns: float) -> float:
         wavelength = how.original_length / (2 * math.pi * turns)

@@ -22,8 +22,8 @@ Score = Callable[..., Routing]
 
 
 def softmax_of_chosen(logits: jax.Array, chosen: int) -> Routing:
-    """Chooses the largest logits, weighted by their softmax (Jiang et al. 2024, Mixtral, arXiv:2401.04088). Of equal
-    logits, the logit of the first expert counts as larger."""
+    """Chooses the largest logits, weighted by their softmax (Jiang et al. 2024, Mixtral, arXiv:2401.04088). Ties go to
+    the expert with the lower index."""
     largest, expert = jax.lax.top_k(logits, chosen)
     return Routing(expert, jax.nn.softmax(largest, axis=-1))
 
@@ -66,7 +66,8 @@ def softmax_in_groups(logits: jax.Array, chosen: int, *, normalize: bool, groups
 
 
 def _of_best_groups(score: jax.Array, groups: int, kept: int, *, best: int) -> jax.Array:
-    """Returns `score` [..., e] with -inf outside of the `kept` groups with the largest sums of their `best` scores."""
+    """Returns `score` [..., e] with -inf outside of the `kept` best groups, ranked by the sum of their `best` largest
+    scores."""
     by_group = score.reshape(*score.shape[:-1], groups, -1)
     of_group = by_group.max(-1) if best == 1 else jax.lax.top_k(by_group, best)[0].sum(-1)
     _, taken = jax.lax.top_k(of_group, kept)
@@ -99,7 +100,7 @@ def by_sigmoid(
     _, expert = jax.lax.top_k(biased, chosen)
     weight = jnp.take_along_axis(score, expert, axis=-1)
     if normalize:
-        weight = weight / (weight.sum(-1, keepdims=True) + 1e-20)  # as published; all sigmoids may be 0
+        weight = weight / (weight.sum(-1, keepdims=True) + 1e-20)  # as published, because all sigmoids may be 0
     return Routing(expert, weight)
 
 
@@ -147,6 +148,7 @@ def squared_log_z(logits_bte: jax.Array, real_bt: jax.Array) -> jax.Array:
 
 
 def entropy(logits_bte: jax.Array, real_bt: jax.Array) -> jax.Array:
-    """Returns the entropy of softmax(logits) in nats, summed over a row's real tokens: [b]. See `load_balance`."""
+    """Returns the router's entropy, that of softmax(logits) in nats, summed over a row's real tokens: [b]. For sigmoid
+    scores, see `load_balance`."""
     log_bte = jax.nn.log_softmax(logits_bte, axis=-1)
     return -jnp.sum(jnp.where(real_bt[..., None], jnp.exp(log_bte) * log_bte, 0), axis=(1, 2))

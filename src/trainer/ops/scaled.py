@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 
 class Scaled(NamedTuple):
-    """An array that is stored in 8 bits. The dequantized array has the scale's dtype."""
+    """An array stored as 8-bit values and their scales. The dequantized array has the scale's dtype."""
 
     value: jax.Array
     scale: jax.Array  # size 1 along the axes that share a scale

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 def short_conv(
     x_btc: jax.Array, kernel_wc: jax.Array, document_bt: jax.Array, before_bwc: jax.Array | None = None
 ) -> jax.Array:
-    """Returns at each token the sum over itself and the w - 1 tokens before it in its document, times the kernel.
+    """Returns, for each token, the kernel-weighted sum of the token and the w - 1 tokens before it in its document.
 
     Args:
       x_btc: [b, t, ...channels].
       kernel_wc: [w, ...channels]; the last entry multiplies the token itself.
       document_bt: see `ops.documents.document_numbers`.
-      before_bwc: the w - 1 tokens before the row, which documents numbered 0 continue; None: zeros.
+      before_bwc: the w - 1 tokens before the row, which belong to document 0; None: zeros.
 
     Returns:
       [b, t, ...channels], in the dtype of `x_btc`, summed in float32.
@@ -29,7 +29,7 @@ def short_conv(
 
 
 def with_before(x_btc: jax.Array, width: int, before_bwc: jax.Array | None) -> jax.Array:
-    """Returns `x_btc` after the `width` - 1 tokens before it: [b, width - 1 + t, ...channels]."""
+    """Returns `x_btc` preceded by the `width` - 1 tokens before the row: [b, width - 1 + t, ...channels]."""
     if before_bwc is None:
         return jnp.pad(x_btc, ((0, 0), (width - 1, 0), *[(0, 0)] * (x_btc.ndim - 2)))
     return jnp.concatenate([before_bwc.astype(x_btc.dtype), x_btc], axis=1)

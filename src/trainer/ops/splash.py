@@ -37,14 +37,17 @@ def splash_attention(
     (`ops.order`; "" if unchanged). Keys and values are given for the whole row, in this order.
 
     Raises:
-      ValueError: dropout is given, or a length is not a multiple of 128.
+      ValueError: dropout is given, the row's queries and keys have different lengths, or the length is not a multiple of
+        128.
     """
     if dropout is not None:
         raise ValueError("splash_attention does not support dropout of attention weights")
     axes, strategy = among or ((), "")
     devices = jax.lax.axis_size(axes) if axes else 1
-    if query.shape[1] * devices != key.shape[1] or query.shape[1] % LANES:
-        raise ValueError(f"splash_attention takes lengths that are a multiple of {LANES}, not {query.shape[1]}")
+    if query.shape[1] * devices != key.shape[1]:
+        raise ValueError(f"splash_attention got {query.shape[1] * devices} queries and {key.shape[1]} keys per row")
+    if query.shape[1] % LANES:
+        raise ValueError(f"splash_attention requires a length that is a multiple of {LANES}, not {query.shape[1]}")
     from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
 
     if strategy:

@@ -1,1 +1,1 @@
-"""Optimizers, learning-rate schedules and update rules, over the dict of parameters by canonical name."""
+"""Optimizers, learning-rate schedules and update rules, which operate on a dict of parameters by canonical name."""

@@ -12,7 +12,7 @@ from trainer.optim.keys import Given
 def adam_pax(keys: Any, given: Given) -> optax.GradientTransformation:
     """Returns Adam with decoupled weight decay. Its moments are unbiased averages of all gradients so far.
 
-    In update t, counted from 1, a moment decays by b (1 - b^(t-1)) / (1 - b^t) (Shazeer and Stern 2018,
+    In update t, counted from 1, a moment's decay rate is b (1 - b^(t-1)) / (1 - b^t) (Shazeer and Stern 2018,
     arXiv:1804.04235, section 7.1). The updates equal those of AdamW up to rounding. The state differs: its moments need
     no bias correction. Both moments are float32.
     """
@@ -24,7 +24,8 @@ def adam_pax(keys: Any, given: Given) -> optax.GradientTransformation:
 
 
 def scale_by_corrected_adam(b1: float, b2: float, eps: float, eps_root: float) -> optax.GradientTransformation:
-    """Returns the transformation to mu / (sqrt(nu + eps_root) + eps), with the averages mu and nu of `adam_pax`."""
+    """Returns the transformation of gradients to mu / (sqrt(nu + eps_root) + eps), with the moments mu and nu of
+    `adam_pax`."""
 
     def init(params: Any) -> optax.ScaleByAdamState:
         return optax.ScaleByAdamState(
@@ -44,6 +45,6 @@ def scale_by_corrected_adam(b1: float, b2: float, eps: float, eps_root: float) -
 
 
 def _corrected(decay: float, count: jax.Array) -> jax.Array:
-    """Returns the decay rate of an average in its update number `count`, float32 []."""
+    """Returns the decay rate of a moment in update `count`, float32 []."""
     t = count.astype(jnp.float32)
     return decay * (1 - decay ** (t - 1)) / (1 - decay**t)

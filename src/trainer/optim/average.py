@@ -16,14 +16,14 @@ AVERAGE = f"opt_state/rules/{NAME}/average"
 
 
 class Average(NamedTuple):
-    """The state of the rule."""
+    """The state of `averaging`."""
 
-    average: Any  # averages of the trained parameters, float32; None for the others
+    average: Any  # averages of the trained parameters, float32; None for untrained parameters
     updates: jax.Array  # int32 [], the number of updates in the average
 
 
 def averaging(config: Config) -> Rule:
-    """Returns the rule that averages the trained parameters after each update.
+    """Returns the update rule that averages the trained parameters after each update.
 
     With d = `ema_decay` and the parameters p_i after update i, the average after t updates is
     sum_i d^(t - i) p_i / sum_i d^(t - i). It does not include the initial parameters. Before the first update, the

@@ -15,12 +15,12 @@ STACKED = frozenset((*OF_STACKS, "qkv", "num_activations"))
 EXPERTS = "exp"
 # Adjacent axes of this set form one side: [heads, head_dim] is the flattened output of a projection.
 HEADS = frozenset(("heads", "q_heads", "kv_heads", "kv", "kv_head_dim", "head_dim"))
-# The axis of tokens in embedding tables and output heads. Only this name identifies a custom table.
+# The axis of tokens in embedding tables and output heads. A custom table is recognized only by this name.
 VOCAB = "vocab"
 # The axis of the residual stream.
 WIDTH = "embed"
 
-Side = tuple[int, ...]  # the positions of the axes of the side
+Side = tuple[int, ...]  # the indices of the side's axes
 
 
 def sides(names: Sequence[str | None]) -> list[Side]:
@@ -37,7 +37,7 @@ def sides(names: Sequence[str | None]) -> list[Side]:
 
 
 def is_matrix(names: Sequence[str | None]) -> bool:
-    """Returns False for norms, biases and scalars."""
+    """Returns True for matrices, False for norms, biases and scalars."""
     return len(sides(names)) > 1
 
 

@@ -35,7 +35,7 @@ def by_layer(tx: optax.GradientTransformation, param_axes: Any) -> optax.Gradien
         return fn(grads, state, params)
 
     def maps(params: Any) -> Iterator[tuple[Any, Any]]:
-        """Yields `jax.vmap` axes for the leaves of parameters and state, once for each leading axis of each stack."""
+        """Yields trees of `jax.vmap` axes for parameters and state, one pair for each leading axis of each stack."""
         layers = {name: leaf.shape[: stacked[name]] for name, leaf in by_name(params).items() if name in stacked}
 
         def single(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:

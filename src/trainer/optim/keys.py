@@ -1,4 +1,4 @@
-"""The arguments of the optimizers in the registry."""
+"""The arguments with which registered optimizers are called."""
 
 from collections.abc import Callable
 from types import SimpleNamespace

@@ -103,7 +103,7 @@ def orthogonalized(dims: Dimensions, dtype: jnp.dtype, eps: float) -> optax.Grad
 
 def stages_first(param_axes: Any, tx: optax.GradientTransformation) -> optax.GradientTransformation:
     """Returns `tx` applied to arrays with a pipeline's stage axis moved to the front. `tx` merges the axes that stack
-    matrices; behind the axis of repeats, the stage axis could not stay sharded."""
+    matrices; if the stage axis came after the axis of repeats, it could not stay sharded."""
     staged = {name for name, axes in by_name(param_axes).items() if STAGES in axes}
 
     def swapped(tree: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Makes the optimizer of a configuration, and the masks of parameters."""
+"""Builds the configured optimizer, and the masks of decayed and of trained parameters."""
 
 import re
 from collections.abc import Sequence
@@ -20,14 +20,14 @@ from trainer.optim.schedule import make_schedule
 
 
 def make_optimizer(config: Config, param_axes: Any) -> optax.GradientTransformation:
-    """Returns a chain for the trained parameters: clipping, the optimizer `opt_type`, `learning_rate_groups` factors.
+    """Returns a chain for the trained parameters: clipping, `opt_type`, and the factors of `learning_rate_groups`.
 
-    Parameters and gradients are read in float32. Updates and state are float32, except for the parts of the state in
-    `mu_dtype`; only the parameters themselves are rounded to their dtype. Untrained parameters keep their values and
+    Parameters and gradients are converted to float32. Updates and state are float32, except for the parts of the state
+    in `mu_dtype`; only the parameters themselves are rounded to their dtype. Untrained parameters keep their values and
     have no optimizer state.
 
     Args:
-      config: resolved.
+      config: the resolved configuration.
       param_axes: the logical axes of every parameter (`backends.Model.param_axes`).
 
     Raises:
@@ -77,7 +77,7 @@ def _of_trained(config: Config, tx: optax.GradientTransformation) -> optax.Gradi
 
 
 def _check_masks(config: Config, param_axes: Any) -> None:
-    """Refuses a mask that matches no parameter, because it would have no effect."""
+    """Raises UserError if a mask matches no parameter and so has no effect."""
     names = list(by_name(param_axes))
     mistakes = [
         f"{key}=[{','.join(config[key])}]: matches no parameter"

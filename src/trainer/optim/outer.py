@@ -1,4 +1,4 @@
-"""The outer optimizer of DiLoCo (Douillard et al. 2023, arXiv:2311.08105), and the exchange of its gradients."""
+"""The outer optimizer of DiLoCo (Douillard et al. 2023, arXiv:2311.08105), and the exchange of outer gradients."""
 
 from typing import Any
 
@@ -24,8 +24,8 @@ def sent(dtype: str, grads: Any, shardings: Any) -> Any:
     """Returns the outer gradients of all islands as every island receives them, in float32.
 
     Args:
-      dtype: `diloco_outer_grad_dtype`. With float32 this function changes nothing, and the mean that follows becomes an
-        all-reduce. With bfloat16 or int8 the gradients are rounded and all-gathered, so that no sum is taken in low
+      dtype: `diloco_outer_grad_dtype`. With float32, `grads` are returned unchanged, and the caller's mean becomes an
+        all-reduce. With bfloat16 or int8, the gradients are rounded and all-gathered, so that no sum is computed in low
         precision.
       grads: float32, each leaf [islands, ...].
       shardings: the shardings of the parameters.

@@ -18,22 +18,22 @@ NAME = "qk_clip"
 
 
 def qk_clip(config: Config, param_axes: Any, layers: Mapping[str, Clipped]) -> Rule:
-    """Returns the rule that, after an update, scales the logits of every head by eta = min(1, tau / its largest logit).
+    """Returns the rule that, after an update, scales each head's logits by eta = min(1, tau / its largest logit).
 
     tau is `qk_clip_threshold`. The rule acts in every `qk_clip_interval`-th step, starting with step 0.
 
     The largest logit is measured over the whole batch in the step's forward pass, before the update. Each layer
     declares the weights that eta scales (`layers.clip`). Layers with only frozen weights are not clipped. The rule's
-    state is also its metrics: `max_logit`, the largest logit of all heads in the last step that measured, and
-    `clipped_heads`, the number of heads with eta < 1, which is 0 in a step that does not measure.
+    state is also its metrics: `max_logit`, the largest logit of all heads in the last step in which the
+    rule acted, and `clipped_heads`, the number of heads with eta < 1 (0 in a step in which the rule does not act).
 
     Args:
       config: resolved.
-      param_axes: the tree of the model's parameters, with any leaves.
+      param_axes: a tree with the structure of the model's parameters; its leaves are ignored.
       layers: see `models.clipped.clipped_layers`.
 
     Raises:
-      UserError: only some of the weights of a layer are frozen, or the weights of all layers are frozen.
+      UserError: only some of a layer's clipped weights are frozen, or those of all layers are frozen.
     """
     stating, layers = set(layers), _not_frozen(config, param_axes, layers)
     tau, interval = config.qk_clip_threshold, config.qk_clip_interval
@@ -96,14 +96,14 @@ def _replaced(params: Any, path: Sequence[str], change: Callable[[Any], Any]) ->
 
 
 def _check_sown(stating: set[str], sowing: set[str]) -> None:
-    """Refuses layers of a custom block whose path is in only one of the two sets."""
+    """Raises UserError if a layer of a custom block has its path in only one of the two sets."""
     mistakes = [
         *(f"{path} defines logit_factors, but sows no max_logit" for path in sorted(stating - sowing)),
         *(f"{path} sows max_logit, but does not define logit_factors" for path in sorted(sowing - stating)),
     ]
     if mistakes:
         raise UserError(
-            "\n  ".join(["use_qk_clip=true: its heads cannot be clipped (trainer.layers.clip):", *mistakes])
+            "\n  ".join(["use_qk_clip=true: some layers cannot be clipped (see trainer.layers.clip):", *mistakes])
         )
 
 
@@ -128,8 +128,8 @@ def _not_frozen(config: Config, param_axes: Any, layers: Mapping[str, Clipped]) 
         )
     if not kept:
         raise UserError(
-            "use_qk_clip=true: trainable_parameters_mask freezes the queries and keys of all layers; leave one of the "
-            "two out"
+            "use_qk_clip=true: trainable_parameters_mask freezes the queries and keys of all layers; leave out one of "
+            "the two"
         )
     return kept
 

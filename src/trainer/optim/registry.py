@@ -1,4 +1,4 @@
-"""All optimizers by their name in base.yml's `opt_type`. `capabilities.optimizers.TRAITS` lists the keys of each."""
+"""All optimizers by their `opt_type` in base.yml. `capabilities.optimizers.TRAITS` lists each optimizer's keys."""
 
 from collections.abc import Callable
 from typing import Any

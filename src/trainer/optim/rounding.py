@@ -1,4 +1,4 @@
-"""Adds updates to parameters, with rounding to bfloat16."""
+"""Adds updates to parameters, optionally with stochastic rounding to bfloat16."""
 
 import zlib
 from typing import Any
@@ -13,11 +13,11 @@ from trainer.ops.random import ROUNDING, seed_key
 
 
 def applied(config: Config, params: Any, updates: Any, step: jax.Array) -> Any:
-    """Returns `params` + `updates` in the dtypes of `params`, rounded to the nearest number.
+    """Returns `params` + `updates` in the dtypes of `params`, rounded to nearest.
 
-    With `weight_stochastic_rounding`, a bfloat16 parameter is rounded to one of the two numbers next to the sum, with
-    probabilities such that the expected value is the sum (Gupta et al. 2015, arXiv:1502.02551). The draw depends on the
-    seed, the step and the parameter's name. An update of 0 changes nothing.
+    With `weight_stochastic_rounding`, a bfloat16 parameter is rounded up or down at random, with the sum as the
+    expected value (Gupta et al. 2015, arXiv:1502.02551). The random numbers depend on the seed, the step and the
+    parameter's name. An update of 0 changes nothing.
     """
     if not config.weight_stochastic_rounding:
         return optax.apply_updates(params, updates)
@@ -28,7 +28,7 @@ def applied(config: Config, params: Any, updates: Any, step: jax.Array) -> Any:
             return (param + update).astype(param.dtype)
         total = param.astype(jnp.float32) + update
         own = jax.random.fold_in(key, jnp.uint32(zlib.crc32(name_of(path).encode())))
-        # The upper half of a float32 is the bfloat16 rounded towards zero. Noise in the lower half may carry into it.
+        # A float32's upper half is the bfloat16 rounded towards zero. Noise in the lower half may carry into the upper.
         noise = jax.random.bits(own, param.shape, jnp.uint16).astype(jnp.uint32)
         upper = (jax.lax.bitcast_convert_type(total, jnp.uint32) + noise) >> 16
         rounded = jax.lax.bitcast_convert_type(upper.astype(jnp.uint16), jnp.bfloat16)

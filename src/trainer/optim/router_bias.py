@@ -1,4 +1,4 @@
-"""The bias of routers, which balances the load of experts without a loss (Wang et al. 2024, arXiv:2408.15664)."""
+"""Router biases that balance the load of experts without an auxiliary loss (Wang et al. 2024, arXiv:2408.15664)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,11 +18,11 @@ _COUNT, _BIAS = "tokens_per_expert", "gate/bias"
 
 
 def router_bias(config: Config, rest: Any) -> Rule:
-    """Returns the rule that moves the bias of every expert towards the mean load.
+    """Returns the rule that adjusts every expert's bias to bring its load closer to the mean load.
 
-    In each accepted step it adds `routed_bias_update_rate` times the sign of (mean load - load), where the load is the
-    number of tokens in the whole batch that chose the expert. The rule has no state, because the bias is in `rest`.
-    Here, `rest` may contain arrays or their shapes.
+    In each accepted step, the rule adds `routed_bias_update_rate` times the sign of (mean load - load) to each expert's
+    bias. The load is the number of tokens in the whole batch that chose the expert. The rule has no state, because the
+    biases are in `rest`, which may contain arrays or ShapeDtypeStructs here.
 
     Raises:
       UserError: no router of the model has a bias.
@@ -49,7 +49,7 @@ def _is_bias(name: str) -> bool:
 
 
 def direction(count: jax.Array) -> jax.Array:
-    """Returns the sign of (mean - count) over the last axis, int32 like `count`, without rounding."""
+    """Returns the sign of (mean - count) over the last axis, int32 like `count`, computed exactly."""
     total, experts = count.sum(-1, keepdims=True), count.shape[-1]
     whole, remainder = total // experts, total % experts
     below = (count < whole) | ((count == whole) & (remainder > 0))

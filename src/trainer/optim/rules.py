@@ -30,14 +30,14 @@ class Rule(NamedTuple):
         `params`.
       update: `update(state, old, new, sown) -> (state, new)`, where `old` is the TrainTree before the step, and `new`
         is the TrainTree after the optimizer and the previous rules. It may replace `params` and `rest`.
-      sown: the types of sown values that the rule reads; the argument `sown` has their values for the whole batch.
-      metrics: maps the state after a step to the step's metrics, by name. After a skipped step it gets the old state.
+      sown: the types of sown values that the rule reads. The argument `sown` has these values for the whole batch.
+      metrics: maps the state after a step to the step's metrics, by name. A skipped step keeps the old state.
       observe: `observe(state, seen) -> (state, reasons)`, called before the update. `reasons` are bools [] by name. If
-        any is true, the step is skipped: only the step count changes, not even the state of a rule. Each reason is also
-        a metric of the step, 0 or 1. None: the rule never skips a step.
+        any is true, the step is skipped: nothing but the step count changes, not even a rule's state. Each reason is
+        also a metric of the step, 0 or 1. None: the rule never skips a step.
       due: maps the step count, int32 [], to whether the rule reads its sown values in that step, a bool []. None: it
-        reads them in every step. `update` is called in every step, but if a step is not due, these values may be
-        meaningless.
+        reads them in every step. `update` is called in every step, but in a step that is not due, the sown values
+        may be meaningless.
     """
 
     name: str
@@ -59,7 +59,7 @@ class WithRules(NamedTuple):
 def with_rules(tx: optax.GradientTransformation, rules: Sequence[Rule]) -> optax.GradientTransformation:
     """Returns `tx` with the state of `rules` included in its state; without rules, `tx` itself.
 
-    The updates of `tx` do not change. A step calls `apply_rules` after it applied them.
+    The updates are those of `tx`. A step applies them and then calls `apply_rules`.
     """
     if not rules:
         return tx
@@ -78,8 +78,8 @@ def with_rules(tx: optax.GradientTransformation, rules: Sequence[Rule]) -> optax
 def any_due(rules: Sequence[Rule], step: jax.Array) -> jax.Array | None:
     """Returns whether any of `rules` reads sown values in step `step`, a bool [].
 
-    Returns None if no rule reads sown values, or if a rule reads them in every step. The result applies to all types:
-    a step measures all of them if any rule is due, so rules with different `due` all get their values.
+    Returns None if no rule reads sown values, or if a rule reads them in every step. If any rule is due, a step
+    computes the sown values of all rules, so rules with different `due` all get their values.
     """
     conditions = [rule.due for rule in rules if rule.sown]
     flags = [due(step) for due in conditions if due is not None]

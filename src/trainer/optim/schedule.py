@@ -38,7 +38,7 @@ def make_schedule(config: Config) -> optax.Schedule:
 
 
 def place_on_schedule(opt_state: Any, otherwise: jax.Array) -> jax.Array:
-    """Returns the number of completed updates that an optimizer passes to its schedule next, int32 [].
+    """Returns the count of completed updates that the optimizer will next pass to its schedule, int32 [].
 
     Skipped steps do not count. If an optimizer has several schedules, their counts are equal. Returns `otherwise` for
     an optimizer without a schedule.
@@ -59,7 +59,7 @@ def _counts(node: Any) -> bool:
 
 
 def _share(length: int, fraction: float) -> int:
-    """Returns `fraction` of `length` updates, rounded down. 0.29 of 100 is 29 in spite of binary rounding."""
+    """Returns `fraction` of `length` updates, rounded down. 0.29 of 100 is 29 despite binary rounding."""
     return int(length * fraction + 1e-6)
 
 

@@ -1,4 +1,4 @@
-"""The masks of N:M weight sparsity, which follow the magnitudes of the weights."""
+"""Computes the masks of N:M weight sparsity from the magnitudes of the weights."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,10 +16,10 @@ NAME = "weight_sparsity"
 
 
 def weight_sparsity(config: Config, kernels: Sequence[Kernel]) -> Rule:
-    """Returns the rule that makes the masks of `kernels` from the updated parameters (`products.sparse.largest`).
+    """Returns the rule that computes the masks of `kernels` from the updated parameters (`products.sparse.largest`).
 
-    It makes them after `weight_sparsity_start_step` steps, and again every `weight_sparsity_update_step` steps. Skipped
-    steps are counted but make no masks. The rule has no state, because the masks are in `rest`.
+    It computes them after `weight_sparsity_start_step` steps, and again every `weight_sparsity_update_step` steps.
+    Skipped steps count, but do not change the masks. The rule has no state, because the masks are in `rest`.
     """
     n, m, start, every = (
         config[key]

@@ -21,17 +21,17 @@ class Window(NamedTuple):
 
 
 def skip_spikes(config: Config) -> Rule:
-    """Returns the rule that refuses steps with a spike in the loss or in the gradient norm.
+    """Returns the rule that skips steps with a spike in the loss or the gradient norm.
 
-    A step is refused if its loss or gradient norm is above mean + `skip_step_scaling_factor` standard deviations of
+    A step is skipped if its loss or gradient norm is above mean + `skip_step_scaling_factor` standard deviations of
     the last `skip_step_interval` accepted steps.
 
-    The first interval / 2 steps are accepted without a test. Until a whole interval of steps is accepted, the
-    statistics cover the steps accepted so far. Statistics exclude refused steps. Variances are divided by the number of
-    steps.
+    Until interval / 2 steps have been accepted, no step is tested. Until a whole interval has been accepted, the
+    statistics cover the steps accepted so far. The statistics never include skipped steps. Variances are
+    population variances (divided by the number of steps).
 
     After interval / 2 consecutive skipped steps, for whatever reason, the next finite step is accepted and the
-    statistics restart from it, because the level of the loss may have changed. So spikes cannot stop a run forever.
+    statistics restart from it, because the loss may have reached a new level. So spikes cannot stop a run forever.
     """
     interval, factor = config.skip_step_interval, config.skip_step_scaling_factor
 

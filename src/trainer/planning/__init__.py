@@ -1,1 +1,1 @@
-"""Which configuration fits the devices and is fastest, by the real compiler. `search.plan` is the function."""
+"""Finds the fastest configuration that fits the devices, by compiling candidates. Start with `search.plan`."""

@@ -1,4 +1,4 @@
-"""A plan's answer as text and as JSON: the best configurations, the command that runs, and why the others lost.
+"""A plan's answer as text and as JSON: the best configurations, the command that trains, and why the others lost.
 
 Every figure is in a row of the journal, or is a ratio of two such figures.
 """
@@ -44,7 +44,7 @@ def line_of(candidate: Candidate) -> str:
 
 
 def answer_text(search: Search, space: Space, words: Sequence[str]) -> str:
-    """Returns the answer for a terminal. `words`: the question's command line, without words of the plan itself."""
+    """Returns the answer for a terminal. `words`: the plan's command line, without the plan's options."""
     return "\n".join([*_head(search), *_table(search), *_command(search, words), *_lost(search, space)])
 
 
@@ -63,9 +63,11 @@ def answer_json(search: Search, space: Space, words: Sequence[str], larger: Larg
 
 
 def command(search: Search, words: Sequence[str], changes: Changes) -> list[str]:
-    """Returns the command that trains with `changes`: `words` without the keys of compilation, then what differs.
+    """Returns the command that trains with `changes`: `words` without the keys of compilation, followed
+    by the settings that differ.
 
-    It unsets variables M_KEY of keys that it gives, because `trainer.train` refuses a key with two values.
+    The command unsets the environment variable M_KEY of each of these settings, because `trainer.train` refuses a key
+    with two values.
     """
     names = {word: plain_name(word.partition("=")[0]) for word in words}
     kept = [word for word in words if names[word] not in (*_COMPILE_KEYS, *changes)]
@@ -86,7 +88,7 @@ def _head(search: Search) -> Iterator[str]:
     yield ""
     parts = {
         "refused by the checks of trainer.train": counts.refused,
-        "too large: by a bound on memory, or a point with fewer rows does not fit": counts.too_large,
+        "too large, by a bound on memory or because a point with fewer rows does not fit": counts.too_large,
         "worse than the best by a bound": counts.worse,
         "the same program as another": counts.same,
         "from the journal": counts.known,
@@ -117,7 +119,7 @@ def _table(search: Search) -> Iterator[str]:
         yield line_of(found)
     if bounds := [found for found in rows if found.lower_bound]:
         yield ""
-        yield "lower bounds: the number of rounds of a loop is unknown, and one is counted; these points are not ranked"
+        yield "lower bounds: a loop's trip count is unknown and counted as 1, so these points are not ranked"
         for found in bounds[:SHOWN]:
             yield line_of(found)
     if not fitting and not bounds:
@@ -128,9 +130,9 @@ def _table(search: Search) -> Iterator[str]:
 
 
 def larger_text(found: Larger | None) -> str:
-    """Returns a line about the topology that `smallest_that_fits` returned."""
+    """Returns a line about the result of `smallest_that_fits`."""
     if found is None:
-        return "of the next larger topologies of this kind, the model fits on none that was tried"
+        return "the model fits on none of the next larger topologies of this kind that were tried"
     slices = f" compile_topology_num_slices={found.slices}" if found.slices > 1 else ""
     settings = settings_text(found.candidate.changes)
     return f"the next larger topology on which it fits: compile_topology={found.topology}{slices}, with {settings}"
@@ -161,8 +163,8 @@ def _lost(search: Search, space: Space) -> Iterator[str]:
 
 
 def losers(search: Search, space: Space) -> Iterator[tuple[str, str]]:
-    """Yields each alternative that was compiled and lost, and the reason: the best candidate with this alternative
-    beside the winner."""
+    """Yields each alternative that was compiled and lost, and why: how its best candidate compares
+    with the winner."""
     best = search.best
     if best is None:
         return

@@ -1,9 +1,9 @@
 """Lower bounds on the memory and time of a compiled step, without compiling it.
 
-Each bound has a proof, which the docstrings of its parts give. `scripts/check_plan_bounds.py` compares bounds with
-compiled steps. "Loop" is a rolled loop over layers of more than one turn; a compiler may inline one turn.
+The docstrings below prove the bounds. `scripts/check_plan_bounds.py` compares bounds with compiled steps. A "loop" is a
+rolled loop over layers with more than one iteration; a compiler may inline a single iteration.
 
-Letters: L turns of a loop, B rows of a microbatch over all devices, T tokens of a row.
+Symbols: L is the number of iterations of a loop, B the rows of a microbatch over all devices, and T the tokens per row.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ _NOT_OF_STATE = (
     *("per_device_batch_size", "eval_per_device_batch_size", "gradient_accumulation_steps", "num_vocab_tiling"),
     *("remat_policy", *TENSORS, *OWN_TENSORS),
 )
-# Keys that do not change what the loops do for one row, beside the sizes of mesh axes.
+# Keys that, like the sizes of mesh axes, do not change the loops' computation for one row.
 _NOT_OF_LOOPS = (
     *("per_device_batch_size", "eval_per_device_batch_size", "gradient_accumulation_steps", "num_vocab_tiling"),
     *("shard_optimizer_over_data", "optimizer_memory_host_offload", "parameter_memory_host_offload"),
@@ -45,11 +45,11 @@ _NOT_OF_LOOPS = (
 )
 # The arrays of a batch that every step reads. jax.jit drops arguments that a step does not read.
 _READ = ("inputs", "targets", "targets_segmentation")
-# The largest memory beside HBM in which a TPU's compiler may place temporaries: 128 MiB of CMEM and 32 of VMEM on v4.
+# The most bytes outside of HBM that a TPU's compiler may use for temporaries: 128 MiB of CMEM and 32 of VMEM on v4.
 _ON_CHIP = 160 * 1024**2
-# A product of fewer columns may become elementwise operations.
+# A compiler may turn a matrix product with a smaller dimension than this into elementwise operations.
 _NARROW = 64
-# Equations that only pass their first operand on, for `_source`.
+# Primitives that only reshape, cast or move an operand, so that `_source` and `_flops` look through them.
 _PASSING = frozenset(
     ("reshape", "transpose", "squeeze", "broadcast_in_dim", "expand_dims", "convert_element_type", "copy", "name")
     + ("sharding_constraint", "layout_constraint", "reduce_precision", "optimization_barrier", "device_put")
@@ -63,9 +63,10 @@ class Bound(NamedTuple):
 
     Attributes:
       arguments: bytes of the step's arguments in device memory: parameters, optimizer state, batch. Layouts that pad
-        arrays take more.
-      memory: bytes of the arguments and of what the step certainly keeps besides: at most the report's `peak_bytes`.
-      seconds: at most the `seconds` of `aot.roofline`; 0.0 if the chip is unknown.
+        arrays use more.
+      memory: bytes of the arguments and of the temporaries that the step certainly stores. Never more than the report's
+        `peak_bytes`.
+      seconds: never more than the `seconds` of `aot.roofline`; 0.0 if the chip is unknown.
     """
 
     arguments: int
@@ -74,13 +75,13 @@ class Bound(NamedTuple):
 
 
 class _State(NamedTuple):
-    """The arguments on one device, in bytes.
+    """Bytes of a step's arguments and of its gradient sums on one device.
 
     Attributes:
-      constant: train state, frozen arrays.
-      row: each row of the batch of an update.
-      updated: parameters and their optimizer state, all of which each step reads and writes; 0 if not known.
-      sums: the float32 sums of gradients over microbatches; 0 if not known.
+      constant: bytes of the train state, frozen arrays and other arguments that do not depend on the batch size.
+      row: bytes for each row of an update's batch.
+      updated: bytes of the parameters and their optimizer state if each step reads and writes all of them; else 0.
+      sums: bytes of the float32 sums of gradients over microbatches; 0 if not known.
       trains_all: whether all parameters are trained.
     """
 
@@ -92,11 +93,11 @@ class _State(NamedTuple):
 
 
 class _Loops(NamedTuple):
-    """What the loops over layers do, one for each stack of layers, over all devices together.
+    """Memory and FLOPs of the loops over layers, one per stack of layers, summed over all devices.
 
     Attributes:
       kept: bytes that each loop keeps for the backward pass, per row of a microbatch, in the order of the forward pass.
-      gradients: bytes of the gradients that its backward loop stacks.
+      gradients: bytes of the gradients that each loop's backward loop stacks.
       flops: FLOPs of matrix products of all loops, per row.
     """
 
@@ -105,8 +106,10 @@ class _Loops(NamedTuple):
     flops: float = 0.0
 
     def live(self, rows: int, microbatches: int) -> float:
-        """Returns the most bytes that live when a backward loop begins: what this loop and earlier ones kept, its own
-        gradients, and those of later ones, unless they are added to the sums over microbatches first."""
+        """Returns the largest number of bytes that are live when a backward loop begins.
+
+        These are the arrays that this loop and earlier loops kept, this loop's gradients and, with one microbatch, the
+        gradients of later loops. With several microbatches, later loops have already added theirs to the sums."""
         return max(
             (
                 rows * sum(self.kept[: i + 1]) + sum(self.gradients[i : i + 1 if microbatches > 1 else None])
@@ -119,30 +122,31 @@ class _Loops(NamedTuple):
 class Bounds:
     """Computes the `Bound` of configurations on the same devices.
 
-    Keeps results that other configurations share: building the train state takes about 0.1 s, tracing a step 1 to 5 s;
-    a configuration that differs only in rows, microbatches or vocabulary tiles takes the time of `config.resolve`.
+    Caches results that configurations share. Building a train state takes about 0.1 s, and tracing a step 1 to 5 s. For
+    a configuration that differs from an earlier one only in rows, microbatches or vocabulary tiles, `config.resolve`
+    takes most of the time.
     """
 
     def __init__(self, devices: Sequence[jax.Device], chip: Chip | None = None):
-        """`chip`: for `seconds`; None: that of the devices, if known."""
+        """`chip`: the chip for which to compute `seconds`; None: the devices' chip, if known."""
         self._devices = list(devices)
         self._chip = chip or chip_of(devices[0].device_kind)
         self._states: dict[Any, _State] = {}
         self._loops: dict[Any, _Loops] = {}
 
     def of(self, config: Config) -> Bound:
-        """Returns the bounds of `config`, which is as `config.load` returns it.
+        """Returns the bounds of `config`, which this method resolves.
 
         `memory`, on one device, is the sum of:
         - the arguments. A step selects between old and new state once loss and gradient norm are known
-          (`training.step`), so the whole old state lives until the backward pass ends;
-        - what the loops keep for the backward pass (`_loops_of`);
-        - the gradients that the backward loops stack: a loop's results take their whole size from its first turn, when
-          everything that the forward loop kept still lives (`_Loops.live`);
+          (`training.step`), so the whole old state stays live until the backward pass ends;
+        - the arrays that the loops keep for the backward pass (`_loops_of`);
+        - the gradients that the backward loops stack: a loop's results occupy their full size from its first
+          iteration on, when all arrays that the forward loop kept are still live (`_Loops.live`);
         - with several microbatches, the float32 sums of gradients.
-        A TPU may hold a part of the last three, `_ON_CHIP`, in memories beside HBM. Arrays are counted as sharded over
-        all devices. Pipelines, DiLoCo and unrolled layers have no loops that the bound counts. Logits are not counted:
-        a compiler may fuse them with the loss.
+        On a TPU, up to `_ON_CHIP` bytes of the last three are not counted, because they may be stored outside of HBM.
+        The arrays of loops are counted as if sharded over all devices. The loops of pipelines and DiLoCo are not
+        counted, and unrolled layers have none. Logits are not counted, because a compiler may fuse them with the loss.
 
         Raises:
           UserError: `training.build` refuses the configuration on these devices.
@@ -164,12 +168,12 @@ class Bounds:
         return Bound(arguments, arguments + math.floor(temporary), seconds)
 
     def _seconds(self, config: Config, state: _State, loops: _Loops) -> float:
-        """Returns the larger of two times.
+        """Returns the larger of a time for computation and a time for memory traffic.
 
-        Compute: products of the model for every row, spread over all devices, at the fastest rate that they may have.
-        The products of the loops are counted in the traced step (recomputation included), or by `_products`, whichever
-        is more; the output head by its size. Memory: each step reads and writes trained parameters and their optimizer
-        state, in device memory, once.
+        Computation: the FLOPs of the model's matrix products for all rows, spread over all devices, at the highest rate
+        that the products may reach. The FLOPs are those of the traced loops (including recomputation) plus the output
+        head's, or those of `_products` if they are more. Memory traffic: each step reads and writes the trained
+        parameters and their optimizer state in device memory once.
         """
         assert self._chip is not None
         rows, tokens = global_batch_rows(config), global_batch_rows(config) * config.max_target_length
@@ -181,11 +185,12 @@ class Bounds:
         return max(flops / len(self._devices) / _peak(config, self._chip), memory)
 
     def _products(self, config: Config) -> float:
-        """Returns FLOPs of the forward pass for a token: at most those of the matrix products with parameters.
+        """Returns a lower bound on the FLOPs per token of the forward pass, from the matrix products with parameters.
 
         Leaves out attention, whose kernels may skip masked blocks, and modules of multi-token prediction, which may
-        skip tokens. An expert with a capacity computes at least that share of its tokens. Experts without one count
-        only where their loops have known lengths and costs: on TPUs without expert parallelism.
+        skip tokens. If experts drop tokens, they count for `capacity_factor` of the tokens, at most all. With
+        `sparse_matmul`, experts that drop none count only where the lengths and costs of their loops are known: on TPUs
+        without expert parallelism.
         """
         if family(config.decoder_block).forward_flops is None:
             return 0.0
@@ -215,13 +220,13 @@ class Bounds:
 
 
 def _key(config: Config, without: Sequence[str]) -> bytes:
-    """Returns a digest of `config` without some keys. The text itself would take 14 kB for each key of a cache."""
+    """Returns a digest of `config` without the keys `without`. As a cache key, the text itself would take 14 kB."""
     text = repr([item for item in sorted(config.items()) if item[0] not in without])
     return hashlib.sha256(text.encode()).digest()
 
 
 def _narrows(config: Config) -> bool:
-    """Whether gradients are only read by casts to bfloat16, so that a compiler may keep nothing else."""
+    """Returns whether gradients are only read by casts to bfloat16, so that a compiler may store only bfloat16."""
     return config.grad_dtype == "bfloat16" and config.gradient_accumulation_steps == 1
 
 
@@ -230,12 +235,12 @@ def _matmuls(config: Config, **values: Any) -> int:
 
 
 def _reads_rows_differently(config: Config) -> bool:
-    """Whether the step's rows are not the rows of one forward pass of `max_target_length` tokens each."""
+    """Returns whether a step does not simply run one forward pass of `max_target_length` tokens for each row."""
     return bool(config.use_dpo or has_rollouts(config))
 
 
 def _peak(config: Config, chip: Chip) -> float:
-    """Returns the fastest FLOP/s of a device that products of `config` may have."""
+    """Returns the highest FLOP/s per device that products of `config` may reach."""
     narrow = config.quantization or config.checkpoint_is_quantized
     return (max(chip.peak.values()) if narrow else chip.peak["bf16"]) / chip.devices
 
@@ -244,8 +249,9 @@ def _peak(config: Config, chip: Chip) -> float:
 
 
 def _state_of(run: Run) -> _State:
-    """Returns the bytes of a run's arguments on one device. Sums of gradients are sharded as parameters are stored
-    (`training.step`); under Muon, whose update shards them differently, they count as sharded over all devices."""
+    """Returns the bytes of a run's arguments and gradient sums on one device. The sums are sharded like the stored
+    parameters (`training.step`); with Muon, whose update shards them differently, they count as sharded over all
+    devices."""
     config, (state, _, frozen) = run.config, run.abstract_args()
     rows = run.rows
     one, two = (_bytes([run.abstract_batch(n).get(name) for name in _READ]) for n in (rows, 2 * rows))
@@ -264,7 +270,7 @@ def _state_of(run: Run) -> _State:
 
 
 def _bytes(tree: Any) -> int:
-    """Returns the bytes of abstract arrays on one device, in device memory. Integers of 4 bits may be packed."""
+    """Returns the bytes of abstract arrays on one device, in device memory. Two 4-bit integers count as one byte."""
     total = 0
     for leaf in jax.tree.leaves(tree):
         if leaf.sharding.memory_kind in (None, "device", "unpinned_host"):
@@ -282,20 +288,20 @@ def _sum_bytes(leaf: Any, over_all: bool) -> int:
 
 
 def _loops_of(jaxpr: Any, config: Config) -> _Loops:
-    """Returns what the loops of a traced step do.
+    """Returns the memory and FLOPs of the loops of a traced step.
 
-    A forward loop that a backward loop (a reversed scan) follows directly writes the arrays that the backward loop
-    reads, each as one buffer for all turns: a compiler reorders and fuses within a loop's body, but it neither
-    recomputes nor shrinks what a loop returns. Counted are arrays with the axes [L, B, T, ...] or [L, B T, ...] in
-    device memory, so the bytes are proportional to the rows. Gradients count only of loops with such arrays: those over
-    layers, not those over tiles of the vocabulary. Arrays with equal sources count once, because a compiler
-    merges equal computations, and only with sources that it cannot recompute from other arrays: the loop's input, a
-    matrix product, or a tensor that a policy names. All but the loop's input count as bfloat16 at most, as a TPU's
-    compiler narrows arrays that only products read.
+    Kept arrays: a forward loop writes the arrays that its backward loop (a reversed scan) reads, each to one buffer for
+    all iterations. A compiler reorders and fuses operations within a loop's body, but it neither recomputes nor shrinks
+    a loop's results. Only arrays [L, B, T, ...] or [L, B T, ...] in device memory are counted, so the bytes are
+    proportional to the rows. An array is only counted if a compiler cannot recompute it from other arrays, because its
+    source is the loop's input, a matrix product, or a tensor that a policy names. Arrays with the same source count
+    once, because a compiler merges equal computations. All but the loop's input count at most two bytes per entry,
+    because a TPU's compiler narrows arrays that only products read.
 
-    Gradients count in float32, or in bfloat16 where only casts to grad_dtype=bfloat16 read them.
+    Gradients: only loops that keep such arrays are counted, which excludes loops over tiles of the vocabulary.
+    Gradients count at most four bytes per entry, or two if only casts to grad_dtype=bfloat16 read them.
 
-    FLOPs are those of products with exactly one axis of tokens, [B, T] or [B T], and of their gradients. They are
+    FLOPs: products with exactly one axis of tokens, [B, T] or [B T], and their gradients are counted, so the FLOPs are
     proportional to the rows.
     """
     rows, length = microbatch_rows(config), config.max_target_length
@@ -342,7 +348,7 @@ def _stacked_outputs(loop: Any) -> Sequence[Any]:
 
 
 def _kept(forward: Any, backward: Any, rows: int, length: int) -> float:
-    """Returns the bytes over all devices that `backward` reads of what `forward` stacks, see `_loops_of`."""
+    """Returns the bytes, over all devices, of arrays that `forward` stacks and `backward` reads (see `_loops_of`)."""
     read = _variables(_stacked_inputs(backward))
     body, first = forward.params["jaxpr"].jaxpr, forward.params["num_consts"]
     carried = {(v,) for v in body.invars[first : first + forward.params["num_carry"]]}
@@ -367,8 +373,10 @@ def _has_tokens(shape: Sequence[int], rows: int, length: int) -> bool:
 
 
 def _source(jaxpr: Any, var: Any) -> tuple[Any, bool, bool]:
-    """Returns the variable from which `var` is only reshaped or cast, with the equations whose calls compute it;
-    whether a name was passed on the way, and whether a matrix product computes it."""
+    """Returns the source of `var`, whether a name was passed on the way, and whether a matrix product computes it.
+
+    The source is the variable from which `var` is only reshaped, cast or moved, preceded by the ids of the calls that
+    contain the variable."""
     named, outer = False, list[Any]()
     while not isinstance(var, Literal):
         made = next((equation for equation in jaxpr.eqns if var in equation.outvars), None)
@@ -397,8 +405,8 @@ def _called(equation: Any) -> Any:
 
 
 def _flops(jaxpr: Any, rows: int, length: int) -> float:
-    """Returns the FLOPs of one call's products with tokens, see `_loops_of`. Products of the same arrays, also after
-    casts and reshapes, count once, because a compiler merges equal ones."""
+    """Returns the FLOPs of one call's products with tokens (see `_loops_of`). Products of the same arrays, even after
+    casts and reshapes, count once, because a compiler merges equal computations."""
     found, seen = 0.0, set()
     makers = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
 
@@ -435,8 +443,8 @@ def _product_flops(equation: Any, rows: int, length: int) -> float:
 
 
 def _role(shape: Sequence[int], contracting: Sequence[int], batch: Sequence[int], rows: int, length: int) -> str:
-    """Returns the role in a product of an operand's axis of tokens: "free" or "contracting"; "" if it has none; "both"
-    if its rows and its length have different roles."""
+    """Returns the role of an operand's token axes in a product: "free", "contracting" or "batch"; "" without such axes;
+    "both" if the axes of rows and length have different roles."""
     found = set()
     for axis, size in enumerate(shape):
         whole = size == rows * length

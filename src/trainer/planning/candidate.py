@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 FITS, TOO_LARGE, FAILED = "fits", "does not fit", "failed"
-# Parts of a report that a row of the journal keeps.
+# The entries of a compile report that a row of the journal stores.
 _KEPT = ("peak_bytes", "hbm_bytes", "argument_bytes", "host_bytes", "flops", "hbm_bytes_accessed", "estimate", "mesh")
 
 
@@ -14,10 +14,10 @@ class Candidate:
     """One compiled configuration.
 
     Attributes:
-      changes: the settings that it adds to the question's command.
+      changes: the settings that the candidate adds to the plan's configuration.
       outcome: FITS, TOO_LARGE or FAILED.
-      tokens: tokens of an update over all devices.
-      row: its row in the journal, with every figure that a plan prints.
+      tokens: tokens per update, over all devices.
+      row: the candidate's row in the journal, with every figure that a plan prints.
     """
 
     changes: Mapping[str, Any]
@@ -27,7 +27,7 @@ class Candidate:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds of a step by the compiler's schedule; None without an estimate."""
+        """Seconds per step according to the compiler's schedule; None without an estimate."""
         estimate = self.row["report"].get("estimate")
         return estimate["scheduled_seconds"] if estimate else None
 
@@ -44,23 +44,23 @@ class Candidate:
 
     @property
     def memory(self) -> int | None:
-        """Bytes that the step takes on a device; None if the compilation failed."""
+        """Bytes that the step uses on a device; None if the compilation failed."""
         return self.row["report"].get("peak_bytes")
 
     @property
     def excess(self) -> int:
-        """Bytes that a step that does not fit needs beyond the memory of a device."""
+        """Bytes by which the step exceeds the memory of a device; 0 if it fits."""
         return max(0, self.row["report"]["peak_bytes"] - self.row["report"]["hbm_bytes"])
 
     @property
     def per_token(self) -> dict[str, float]:
-        """What a token of the update costs on one device, by part."""
+        """The cost per token of the update on one device, by resource."""
         report, names = self.row["report"], {"flops": "FLOPs", "hbm_bytes_accessed": "bytes in memory"}
         names["network_bytes"] = "bytes over the network"
         return {name: report[key] / self.tokens for key, name in names.items()}
 
 
 def kept(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the parts of a report of `trainer.train_compile` that a row keeps."""
+    """Returns the entries of a `trainer.train_compile` report that a row stores."""
     network = sum(collective["bytes"] for collective in report["collectives"] if not collective["conditional"])
     return {name: report[name] for name in _KEPT} | {"network_bytes": network}

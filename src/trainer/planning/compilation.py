@@ -1,4 +1,4 @@
-"""Compiles one configuration in a process, by `trainer.train_compile`, and makes the journal's row of it."""
+"""Compiles a configuration with `trainer.train_compile` in a separate process, and returns a row for the journal."""
 
 import json
 import os
@@ -22,24 +22,24 @@ from trainer.training.memory import host_memory
 
 # Keys with which train_compile would write files.
 _WRITES = {"compiled_trainstep_file": "", "compile_report_file": "", "dump_hlo": False}
-# A compilation may take this many times the memory and the time of the largest earlier one.
+# A compilation may use this many times the memory and the time of the largest and longest earlier ones.
 _MORE_MEMORY, _MORE_TIME, _LEAST_SECONDS = 3, 10, 1800
 _POLL = 0.2  # seconds
 
 
 class Compiler:
-    """Runs compilations one after the other, each in its own process with a limit on memory and time."""
+    """Runs compilations one after the other, each in a separate process with limits on memory and time."""
 
     def __init__(self, program: Sequence[str] = (sys.executable, "-m", "trainer.train_compile")):
-        """`program`: the words of the command before the yml."""
+        """`program`: the command's arguments before the configuration file."""
         self._program = program
-        self._memory, self._seconds = 0, 0.0  # the most that a compilation took so far
+        self._memory, self._seconds = 0, 0.0  # the maximum over all compilations so far
         self._process: subprocess.Popen[bytes] | None = None
         self._folder = ""
 
     def __call__(self, config: Config) -> dict[str, Any]:
         """Returns the row of a compilation, without its key: `outcome`, `reason`, `report`, `wall_seconds`, `memory`,
-        and `again`: whether it ended by a limit or a signal, so that another attempt may succeed.
+        and `again`: whether a limit or a signal ended it, so that another attempt may succeed.
 
         Args:
           config: not resolved.
@@ -68,7 +68,7 @@ class Compiler:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _run(self, config: Config, folder: Path, began: float) -> tuple[str, int]:
-        """Runs the process. Returns the limit at which it was ended, or "", and the most memory that it took."""
+        """Runs the process. Returns the limit that it exceeded ("" if none), and its peak memory in bytes."""
         point = folder / "config.yml"
         point.write_text(to_yaml(Config({**config, **_WRITES})), encoding="utf-8")
         environment = {name: text for name, text in os.environ.items() if not name.startswith(PREFIX)}
@@ -100,7 +100,7 @@ def _resident(pid: int) -> int:
 
 
 def _reason(code: int, output: str) -> str:
-    """Returns why a compilation failed: its error message, or the signal that ended it, or its last line."""
+    """Returns why a compilation failed: its error message, the signal that ended it, or its last line of output."""
     if code < 0:
         return f"the compiler was ended by {signal.Signals(-code).name}"
     lines = [line for line in output.splitlines() if line.strip()]

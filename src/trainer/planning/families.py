@@ -1,4 +1,4 @@
-"""The points of a space that `trainer.train` accepts, in families that differ only in rows."""
+"""Groups the points of a space that `trainer.train` accepts into families of points that differ only in their rows."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,19 +22,19 @@ class Family:
     """Points that differ only in their rows, fewest rows first."""
 
     points: list[Changes]
-    guesses: list[Guess]  # of the points, not corrected
+    guesses: list[Guess]  # one for each point, uncorrected
     beyond: int  # the smallest index that is known not to fit
     fits: int = -1  # the largest index that is known to fit
-    done: set[int] = field(default_factory=set)  # the indices that are decided
+    done: set[int] = field(default_factory=set)  # the indices that the search has handled
 
     @property
     def open(self) -> list[int]:
-        """The indices that are not decided."""
+        """The indices that the search has neither handled nor excluded."""
         return [i for i in range(self.beyond) if i not in self.done]
 
 
 class Checks:
-    """The checks of `trainer.train`, for points of one question."""
+    """The checks of `trainer.train`, for the points of one plan."""
 
     def __init__(self, config: Config, devices: Sequence[jax.Device]):
         """`config`: not resolved."""
@@ -69,11 +69,11 @@ class Checks:
 
 
 def families(space: Space, checks: Checks, guesses: Guesses, refuse: Callable[[str, int], object]) -> Iterator[Family]:
-    """Yields the families of a space, without most of the points that are refused. The others are found one by one.
+    """Yields the families of a space, without most of the refused points. The search finds the others one by one.
 
-    A pair of mesh and rows is left out if it is refused for the same reason with the first and with the last choice of
-    every other dimension. A choice of another dimension is left out if it is refused for the same reason on the first
-    and on the last pair that is left, with the first and with the last choices of the others.
+    A pair of a mesh and rows is left out if it is refused for the same reason with the first and with the last choices
+    of the other dimensions. Then, a choice of another dimension is left out if it is refused for the same reason with
+    the first and with the last remaining pair, each with the first and with the last choices of the other dimensions.
 
     Args:
       refuse: called with a reason and the number of points that it concerns.
@@ -96,7 +96,7 @@ def families(space: Space, checks: Checks, guesses: Guesses, refuse: Callable[[s
     others = _accepted(others, pairs, checks, refuse)
     for mesh, allowed in pairs:
         for other in others.points():
-            for accumulates in (False, True):  # accumulated gradients take memory, so fewer rows may take more
+            for accumulates in (False, True):  # accumulation takes memory, so fewer rows may need more
                 points: list[Changes] = [{**mesh, **choice, **other} for choice in allowed]
                 points = [point for point in points if (checks.value(point, STEPS) > 1) == accumulates]
                 points.sort(key=lambda point: checks.value(point, BATCH_ROWS))
@@ -133,14 +133,14 @@ def _accepted(
 
 
 def _ends(space: Space) -> list[Changes]:
-    """Returns the point with the first choice of every dimension, and the one with the last."""
+    """Returns the point with the first choice of every dimension, and the point with the last."""
     return [
         next(Space(tuple(Dimension(d.name, d.choices[i:][:1]) for d in space.dimensions)).points()) for i in (0, -1)
     ]
 
 
 def _always(checks: Checks, points: Sequence[Changes]) -> str:
-    """Returns why all points are refused, if it is for one reason; else ""."""
+    """Returns the reason if all points are refused for the same reason; else ""."""
     reason = checks.refusal(points[0])
     return reason if reason and all(checks.refusal(point) == reason for point in points[1:]) else ""
 

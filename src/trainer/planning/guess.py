@@ -1,4 +1,4 @@
-"""A quick guess of a step's time and memory. It only orders the compilations; nothing is excluded by it."""
+"""A quick guess of a step's time and memory, which orders the compilations but never excludes a point."""
 
 import math
 from collections.abc import Mapping
@@ -14,11 +14,11 @@ from trainer.models.flops import flops_per_token, matmul_parameters
 # Offloading policies, with the policy that keeps the same tensors on the device.
 _OFFLOADS = {"qkv_proj_offloaded": "save_qkv_proj", "minimal_offloaded": "minimal"}
 _EXPOSED = 0.5  # the share of transfers that computation does not hide
-_BYTES = 2  # of an activation
+_BYTES = 2  # per entry of an activation or weight
 
 
 class Guess(NamedTuple):
-    """`seconds` of a step, and bytes of `memory` that it takes on a device."""
+    """`seconds` per step, and bytes of `memory` that the step uses on a device."""
 
     seconds: float
     memory: float
@@ -29,22 +29,22 @@ class Guess(NamedTuple):
 
 
 class Guesses:
-    """Guesses for the points of one question, and their corrections by compiled points that resemble them."""
+    """Guesses for the points of one plan, with corrections from the compiled results of similar points."""
 
     def __init__(self, config: Config, chip: Chip, devices: int):
-        """`config`: of the question, with all sizes of the model. `devices`: the number of devices."""
+        """`config`: the plan's, with all sizes of the model. `devices`: the number of devices."""
         self._values, self._chip, self._devices = dict(config.items()), chip, devices
         self._flops, self._parameters = flops_per_token(config), _parameters(config)
         self._widths = {policy: _widths(config, policy) for policy in (*KEPT, "none", "custom")}
         self._routed = config.num_experts_per_tok if has_experts(config) else 0
-        self._factors: dict[str, Guess] = {}  # by group: compiled figures over guesses
+        self._factors: dict[str, Guess] = {}  # by group: compiled figures divided by guesses
 
     def factors(self, changes: Mapping[str, Any]) -> Guess:
-        """Returns the correction for a point: that of the most similar compiled points."""
+        """Returns the factors that correct the guess for a point, from the most similar compiled points."""
         return next((self._factors[group] for group in _groups(changes) if group in self._factors), Guess(1.0, 1.0))
 
     def learn(self, changes: Mapping[str, Any], seconds: float | None, memory: float) -> None:
-        """Corrects the guesses for points that resemble `changes` by its compiled figures."""
+        """Corrects future guesses for points similar to `changes`, given the compiled figures of `changes`."""
         rough = self.of(changes)
         for group in _groups(changes):
             before = self._factors.get(group)
@@ -53,7 +53,7 @@ class Guesses:
             self._factors[group] = Guess(*(math.sqrt(a * b) for a, b in zip(new, before or new, strict=True)))
 
     def of(self, changes: Mapping[str, Any]) -> Guess:
-        """Returns the guess for a point, not corrected."""
+        """Returns the uncorrected guess for a point."""
         values = {**self._values, **changes}
         inside = {axis: abs(values[ICI[axis]]) for axis in MESH_AXES}
         size = {axis: inside[axis] * abs(values[DCN[axis]]) for axis in MESH_AXES}
@@ -82,7 +82,7 @@ class Guesses:
         moved = 2 * on_host + (2 * steps * saved if policy in _OFFLOADS else 0)
         traffic = steps * (3 * weights + 5 * every) + 2 * (parameters + optimizer)
         tiles = 8 if values["num_vocab_tiling"] == -1 else values["num_vocab_tiling"]
-        # The update needs what the host stores, and compilers fetch it early: it hardly lowers the peak.
+        # Host offload hardly lowers the peak: the update needs the offloaded arrays, and compilers fetch them early.
         memory = parameters + optimizer + 4 * self._parameters / (sharded * gathered) + 2 * weights / max(layers, 1)
         memory += (0 if policy in _OFFLOADS else saved) + local * values["vocab_size"] * 4 / (tiles * size["tensor"])
         longest = max(compute, traffic / self._chip.hbm_bandwidth * self._chip.devices)
@@ -91,7 +91,7 @@ class Guesses:
     def _sent(self, values: Mapping[str, Any], size: Mapping[str, int], local: float, shard: float) -> dict[str, float]:
         """Returns the bytes that a device sends in a step, by mesh axis.
 
-        `local`: its tokens of a microbatch. `shard`: the bytes of its weights."""
+        `local`: the device's tokens of a microbatch. `shard`: the bytes of its weights."""
         steps, heads = values["gradient_accumulation_steps"], values["base_num_kv_heads"] * values["head_dim"]
         layers = values["base_num_decoder_layers"] / size["stage"]
         activations = steps * layers * local * _BYTES
@@ -111,13 +111,13 @@ class Guesses:
         return (sent / bandwidth + between) * self._chip.devices
 
     def _recomputed(self, policy: str) -> float:
-        """Returns the share of the forward pass that a policy recomputes, from the widths of tensors that it drops."""
+        """Returns the share of the forward pass that a policy recomputes, from the widths of the tensors it keeps."""
         every, kept = self._widths["minimal_with_context"], self._widths[_OFFLOADS.get(policy, policy)]
         return 0.0 if policy == "none" else max(0.0, 1 - (sum(kept) - kept[0]) / (sum(every) - every[0]))
 
 
 def _groups(changes: Mapping[str, Any]) -> list[str]:
-    """Returns the groups of a point, from the points that are most like it to all points."""
+    """Returns the names of the groups that contain a point, from the most similar points to all points."""
     rows = ("per_device_batch_size", "gradient_accumulation_steps")
     alike = {key: value for key, value in changes.items() if key not in rows}
     mesh = {key: value for key, value in alike.items() if key.endswith("_parallelism")}
@@ -126,7 +126,7 @@ def _groups(changes: Mapping[str, Any]) -> list[str]:
 
 
 def _parameters(config: Config) -> float:
-    """Returns roughly the number of parameters: of all experts, not of one token's."""
+    """Returns the approximate number of parameters, including all experts."""
     count = float(matmul_parameters(config))
     if has_experts(config):
         expert = (len(config.mlp_activations) + 1) * config.base_emb_dim * config.base_moe_mlp_dim

@@ -1,4 +1,4 @@
-"""A journal of compilations: one JSON object per line, so that no question compiles a program twice."""
+"""A journal of compilations, one JSON object per line, so that a program is never compiled twice."""
 
 import functools
 import hashlib
@@ -21,17 +21,19 @@ from trainer.runtime.versions import installed
 Row = Mapping[str, Any]
 _COMPILERS = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-_BEGIN = b'{"key": "'  # of every line
+_BEGIN = b'{"key": "'  # the beginning of every line
 
 
 def default_path(config: Config) -> Path:
-    """Returns the path of the journal in base_output_directory. Raises UserError if that is not a local folder."""
+    """Returns the journal's path in base_output_directory. Raises UserError if the latter is not a local folder."""
     return local_path(config.base_output_directory, "base_output_directory=") / "plan.jsonl"
 
 
 def program_key(config: Config) -> str:
-    """Returns a digest of everything that determines a compiled step and its report: the keys of `config`, which is
-    resolved, that affect the step, the topology, versions, source files, and the variables that compilers read."""
+    """Returns a digest of everything that determines a compiled step and its report.
+
+    These are the keys of `config` (resolved) that affect the step, the topology, versions, source files, and the
+    environment variables that compilers read."""
     values = {key: config[key] for key in (*step_keys(), "compile_topology", "compile_topology_num_slices")}
     text = json.dumps([values, source_of_block(config), _surroundings()], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:24]
@@ -46,10 +48,10 @@ def _surroundings() -> list[Any]:
 
 
 class Journal:
-    """The rows of a file by their key. A row is a dict whose first item is `key`; later rows replace earlier ones."""
+    """The rows of a file by key. A row is a dict with `key` as its first item; later rows with the same key win."""
 
     def __init__(self, path: Path):
-        """Reads `path` if it exists. Removes a last line without its end, which a killed process leaves.
+        """Reads `path` if it exists. Removes an incomplete last line, which a killed process may leave.
 
         Raises:
           UserError: the file cannot be read or written, or a line is not a row.

@@ -1,4 +1,4 @@
-"""The smallest topology on which a model fits, if it fits on no mesh of the given one."""
+"""Finds the next larger topology on which a model fits, if no mesh of the given topology does."""
 
 import contextlib
 import functools
@@ -15,9 +15,9 @@ from trainer.planning.search import Search
 from trainer.planning.settings import settings_text
 from trainer.planning.space import VARIED, Changes, default_space
 
-_MOST = 5  # topologies that are tried
-_COMPILES = 2  # on each
-_AXES = ("fsdp", "tensor")  # the mesh axes that shard parameters of every model
+_MOST = 5  # the number of topologies that are tried
+_COMPILES = 2  # for each topology
+_AXES = ("fsdp", "tensor")  # the mesh axes that shard the parameters of every model
 
 
 class Larger(NamedTuple):
@@ -30,12 +30,12 @@ class Larger(NamedTuple):
 
 def smallest_that_fits(search: Search, fixed: Iterable[str], say: Callable[[str], None]) -> Larger | None:
     """Returns the smallest topology larger than that of `search` on which the model fits, sharded over fsdp and tensor,
-    with remat_policy=full and the fewest rows; None if none of the next five does.
+    with remat_policy=full and the fewest rows; None if it fits on none of the next five.
 
     Args:
-      search: one in which nothing fits.
-      fixed: the keys that the command gives. Those of the mesh do not count.
-      say: takes a line before each compilation.
+      search: a search in which nothing fits.
+      fixed: the keys that the command gives. Keys of the mesh and remat_policy are ignored.
+      say: called with a line before each compilation.
     """
     mesh, varied = ({keys[axis] for keys in (ICI, DCN) for axis in axes} for axes in (VARIED, _AXES))
     others = dict.fromkeys(mesh - varied, 1)
@@ -59,7 +59,7 @@ def _starts(say: Callable[[str], None], name: str, changes: Changes) -> None:
 
 
 def _larger(config: Config) -> Iterator[tuple[Topology, int]]:
-    """Yields the next larger topologies of the same kind: more devices of a slice, or for GPUs more hosts."""
+    """Yields larger topologies of the same kind with slice counts: more devices per slice or, for GPUs, more hosts."""
     here, slices = find_topology(config.compile_topology), config.compile_topology_num_slices
     assert isinstance(here, Topology)
     same = [other for other in topologies().values() if other.kind == here.kind and other.devices > here.devices]

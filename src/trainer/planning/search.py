@@ -1,4 +1,4 @@
-"""Finds the best configuration of a space: excludes points by proved bounds, then compiles the most promising ones."""
+"""Finds the best configuration of a space: excludes points by proven bounds, and compiles the most promising others."""
 
 import heapq
 from collections.abc import Callable, Mapping, Sequence
@@ -24,13 +24,13 @@ Compile = Callable[[Config], Mapping[str, Any]]
 
 @dataclass
 class Counts:
-    """What became of the points of a space."""
+    """The numbers of points in a space, by outcome."""
 
     points: int = 0
     refused: int = 0  # by the checks of trainer.train
-    same: int = 0  # the program of another point
-    too_large: int = 0  # by a proved bound on memory, or with more rows than a point that does not fit
-    worse: int = 0  # than the best, by a proved bound on time, or because of a smaller batch
+    same: int = 0  # the same program as another point
+    too_large: int = 0  # by a proven bound on memory, or with more rows than a point that does not fit
+    worse: int = 0  # than the best, by a proven bound on time or because of a smaller batch
     compiled: int = 0
     known: int = 0  # compiled earlier, from the journal
     failed: int = 0
@@ -42,7 +42,7 @@ class Counts:
 
 
 class Search:
-    """One search. `run` does it; `candidates` and `counts` are valid at any time, also after an interruption."""
+    """A search, which `run` executes. `candidates` and `counts` are always valid, even after an interruption."""
 
     def __init__(
         self,
@@ -56,18 +56,18 @@ class Search:
         limit: int = 24,
         chip: Chip | None = None,
     ):
-        """See `plan`. `chip`: the figures of the devices; None: by their kind."""
+        """See `plan`. `chip`: the memory and speed of the devices; None: looked up by their kind."""
         chip = chip or chip_of(devices[0].device_kind)
         if chip is None:
             raise UserError(
-                f"compile_topology={config.compile_topology}: no table of its memory and speed; give TPUs or GPUs"
+                f"compile_topology={config.compile_topology}: its memory and speed are unknown; give TPUs or GPUs"
             )
         self.config, self.devices, self.chip, self.objective, self.limit = config, devices, chip, objective, limit
         self.journal, self.compiler = journal, compiler
         self.candidates: list[Candidate] = []
-        self.refusals: dict[str, int] = {}  # why points were refused, with their number
+        self.refusals: dict[str, int] = {}  # the number of refused points by reason
         self.counts = Counts(points=space.size)
-        self.least_excess = 0  # of the points that a bound excludes: the fewest bytes above the memory of a device
+        self.least_excess = 0  # the fewest bytes by which a point excluded by its bound exceeds a device's memory
         self._bounds = Bounds(devices)
         self._guesses = Guesses(config, chip, len(devices))
         self._programs: set[str] = set()
@@ -77,14 +77,14 @@ class Search:
 
     @property
     def best(self) -> Candidate | None:
-        """The best point that fits, whose time is not a lower bound."""
+        """The best point that fits and has an estimated time, which must not be a lower bound."""
         ranked = [
             found for found in self.candidates if found.outcome == FITS and found.seconds and not found.lower_bound
         ]
         return max(ranked, key=self.merit, default=None)
 
     def merit(self, candidate: Candidate) -> tuple[float, ...]:
-        """Returns what the objective maximizes."""
+        """Returns the figures that the objective maximizes, the most important first."""
         speed = candidate.tokens_per_second
         return (speed,) if self.objective == TOKENS else (candidate.tokens, speed)
 
@@ -97,7 +97,7 @@ class Search:
 
         Args:
           starts: called before each compilation.
-          ends: called with each result, also with those from the journal.
+          ends: called with each result, including results from the journal.
 
         Raises:
           UserError: every point is refused; the message has the most frequent reason.
@@ -131,26 +131,27 @@ class Search:
             raise UserError(f"no point of the space can be trained; {share}: {reason}")
 
     def keep_fewest_rows(self) -> None:
-        """Removes all points but those with the fewest rows that are allowed on their mesh."""
+        """Keeps only the point with the fewest rows in each family."""
         for family in self._families:
             self.counts.points -= len(family.points) - 1
             del family.points[1:], family.guesses[1:]
             family.beyond = 1
 
     def tokens(self, changes: Changes) -> int:
-        """Returns the tokens of an update over all devices."""
+        """Returns the tokens per update, over all devices."""
         rows, steps, length = (self._checks.value(changes, key) for key in (BATCH_ROWS, STEPS, "max_target_length"))
         return round(rows * len(self.devices)) * steps * length
 
     def _rank(self) -> None:
-        """Orders the families by their guesses, which change with every compilation."""
+        """Orders the families by their guesses, which every compilation changes."""
         self._heap = []
         for number in range(len(self._families)):
             self._push(number)
 
     def _push(self, number: int) -> None:
-        """Adds the most promising open point of a family: the one with the most rows that probably fits; if none does,
-        the middle between those known to fit and known not to fit."""
+        """Adds the most promising open point of a family to the heap: the one with the most rows that probably fits.
+        If none probably fits, adds the midpoint between the points known to fit and the points known not to fit, or the
+        point with the fewest rows if none is known to fit."""
         family = self._families[number]
         if not (indices := family.open):
             return
@@ -195,7 +196,7 @@ class Search:
         return program_key(config)
 
     def _exclude(self, family: Family, index: int) -> None:
-        """Decides that the points with more rows than the point `index` do not fit."""
+        """Excludes the points with more rows than the point `index`, because this point does not fit."""
         self.counts.too_large += sum(i > index for i in family.open)
         family.beyond = min(family.beyond, index)
 
@@ -213,7 +214,7 @@ class Search:
 
 
 def plan(config: Config, space: Space, journal: Journal | None = None, **options: Any) -> list[Candidate]:
-    """Returns the compiled points of a space, the best first; points that do not fit come last.
+    """Returns the compiled points of a space, the best first, then points that do not fit, then failures.
 
     Args:
       config: from `config.load`, not resolved, with compile_topology.

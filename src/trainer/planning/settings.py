@@ -6,7 +6,7 @@ from trainer.config.dump import as_words
 from trainer.planning.space import Changes
 
 AS_GIVEN = "as given"
-# Settings that a table shows in words where they are on.
+# Boolean settings, and the words that a table shows if they are on.
 _PLAIN = {
     "shard_optimizer_over_data": "Zero-1",
     "optimizer_memory_host_offload": "optimizer on the host",

@@ -1,4 +1,4 @@
-"""The configurations that a plan chooses from: a product of dimensions, each a list of alternative settings."""
+"""The configurations that a plan chooses from: a Cartesian product of lists of alternative settings (dimensions)."""
 
 import itertools
 import math
@@ -16,7 +16,7 @@ Changes = Mapping[str, Any]  # key -> value
 
 OBJECTIVES = TOKENS, BATCH = "tokens", "batch"
 SHARDING, REMAT, TILES, OFFLOAD, ROWS = "sharding", "rematerialization", "vocabulary tiles", "host memory", "rows"
-# Policies that keep different tensors. Left out: their aliases, custom, and those that also keep quantized operands.
+# Policies that keep different tensors, without aliases, `custom`, and policies that also keep quantized operands.
 POLICIES = (
     *("none", "minimal_with_context", "minimal", "save_dot_with_context_except_mlp", "save_dot_except_mlp"),
     *("save_qkv_proj", "save_out_proj", "full", "qkv_proj_offloaded", "minimal_offloaded"),
@@ -28,7 +28,7 @@ _ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # per device
 
 
 class Dimension(NamedTuple):
-    """Alternative settings; a point has one of them."""
+    """Alternative settings, of which a point has exactly one."""
 
     name: str
     choices: tuple[Changes, ...]
@@ -58,16 +58,17 @@ def default_space(
     search: Mapping[str, Sequence[Any]] | None = None,
     global_batch_tokens: int = 0,
 ) -> Space:
-    """Returns every mesh of the devices, with and without Zero-1, times rematerialization policies, vocabulary tiles,
-    host offload and rows per device.
+    """Returns the space of every mesh of the devices, with and without Zero-1, combined with rematerialization
+    policies, vocabulary tiles, host offload and rows per device.
 
     Args:
       config: not resolved.
-      devices: the number of devices in a slice. `slices`: the number of slices.
+      devices: the number of devices in a slice.
+      slices: the number of slices.
       fixed: the keys that the command gives; they keep their values, except for a mesh axis of size -1.
-      search: for each key, the values to choose from. They replace the values above, and may add keys. For keys of the
-        mesh, they select meshes.
-      global_batch_tokens: tokens of an update; gradient accumulation makes up what the rows lack. 0: not fixed, and
+      search: for each key, the values to choose from. They replace the key's default choices; other keys become new
+        dimensions. For keys of the mesh, they select the meshes with these sizes.
+      global_batch_tokens: tokens per update, reached by gradient accumulation. 0: not fixed, and
         gradient_accumulation_steps keeps its value.
 
     Raises:
@@ -75,7 +76,9 @@ def default_space(
     """
     search = dict(search or {})
     if global_batch_tokens and "max_target_length" in search:
-        raise UserError("search.max_target_length: give no global_batch_tokens with it; each length needs other rows")
+        raise UserError(
+            "search.max_target_length excludes global_batch_tokens: each length needs other rows; leave one out"
+        )
     fixed = [key for key in fixed if config[key] != -1 or key not in (*ICI.values(), *DCN.values())]
     on_host = ("optimizer_memory_host_offload", "parameter_memory_host_offload")
     offloads: list[Changes] = [{}, *({key: True} for key in on_host), dict.fromkeys(on_host, True)]
@@ -94,7 +97,7 @@ def default_space(
 def _narrowed(
     dimension: Dimension, config: Config, fixed: Collection[str], search: dict[str, Sequence[Any]]
 ) -> Dimension:
-    """Applies `fixed` and `search` to a dimension, and removes from `search` the keys that it used."""
+    """Applies `fixed` and `search` to a dimension, and removes the used keys from `search`."""
     keys = {key for choice in dimension.choices for key in choice}
     if len(keys) == 1 and (asked := [key for key in keys if key in search]):
         return Dimension(dimension.name, tuple({asked[0]: value} for value in search.pop(asked[0])))
@@ -132,7 +135,7 @@ def _meshes(
 def _with_more(
     config: Config, mesh: dict[str, int], sizes: Mapping[str, int], fixed: Collection[str], search: Collection[str]
 ) -> list[dict[str, Any]]:
-    """Returns `mesh` with the settings that matter only on some meshes: Zero-1, and a pipeline's microbatches."""
+    """Returns variants of `mesh` with settings that only matter on some meshes: Zero-1, pipeline microbatches."""
     zero1, parts = "shard_optimizer_over_data", "num_pipeline_microbatches"
     found: list[dict[str, Any]] = [mesh]
     if sizes["data"] > 1 and zero1 not in (*fixed, *search):
@@ -145,7 +148,7 @@ def _with_more(
 def _sizes(
     config: Config, keys: Mapping[str, str], axes: Sequence[str], count: int, fixed: Collection[str]
 ) -> list[dict[str, int]]:
-    """Returns the sizes of `axes` whose product, with those of all other axes, is `count`."""
+    """Returns all choices of sizes for `axes` such that the product over all mesh axes is `count`."""
     others = math.prod(config[key] for axis, key in keys.items() if axis not in axes and config[key] != -1)
     given = {axis: config[keys[axis]] for axis in axes if keys[axis] in fixed}
     left, rest = divmod(count, others * math.prod(given.values()))

@@ -1,8 +1,9 @@
 """Quantizes a trained kernel with calibration statistics of its inputs. Qwix does the rounding and scaling.
 
-- `awq`: scales inputs before rounding, so that the weights of large activations lose less precision (Lin et al. 2023,
+- `awq`: scales weights before rounding, so that the weights of large activations lose less precision (Lin et al. 2023,
   arXiv:2306.00978).
-- `gptq`: rounds inputs in order; later ones compensate the error of earlier ones (Frantar et al., arXiv:2210.17323).
+- `gptq`: rounds the weights input by input; later inputs compensate for earlier errors (Frantar et al.,
+  arXiv:2210.17323).
 
 Kernels are [in, out], or [groups, in, out] for experts; several input axes are merged into one, and so are several
 output axes. The results are `qwix.QArray`s: qvalue has the kernel's shape, and scale is [*groups, in / block, out].
@@ -48,7 +49,7 @@ class How:
         return self.method == "minmax"
 
     def of_rows(self) -> qarray.HowToQuantize:
-        """Returns the equivalent settings of Qwix for a matrix [out, in]."""
+        """Returns Qwix's equivalent settings for a matrix [out, in]."""
         return qarray.HowToQuantize(
             qtype=self.dtype if self.dtype == "nf4" else jnp.dtype(self.dtype),
             channelwise_axes=(0,),
@@ -58,10 +59,11 @@ class How:
 
 
 def awq(kernel: jax.Array, mean_abs: jax.Array, how: How, name: str = "a kernel") -> tuple[QArray, jax.Array]:
-    """Returns the quantized kernel, whose inputs were multiplied by scales, and the scales, float32 [*groups, in].
+    """Returns the quantized kernel, whose weights were multiplied by a scale for each input, and these scales.
 
-    The caller must divide activations by the scales. An expert without activations gets scales of 1, so it is only
-    rounded. Qwix tries 20 candidates at once; its temporaries take 41 times the size of the float32 kernel.
+    The scales are float32 [*groups, in]; the caller must divide activations by them. An expert without activations gets
+    scales of 1, so it is only rounded. Qwix tries 20 candidates at once; its temporaries take 41 times the size of the
+    float32 kernel.
 
     Args:
       mean_abs: the mean magnitude of each input's activations, [*groups, in].
@@ -104,7 +106,7 @@ def check(inputs: int, how: How, name: str) -> None:
     """Raises UserError if `how.block` does not divide the number of inputs of a kernel."""
     if how.block and inputs % how.block:
         raise UserError(
-            f"{name}: its {inputs} inputs are no multiple of {how.block}, the number of inputs that share a scale; "
+            f"{name}: its {inputs} inputs are not a multiple of {how.block}, the number of inputs that share a scale; "
             "choose another number, or leave the kernel float"
         )
 
@@ -134,11 +136,11 @@ def _each(fn: Callable[..., Any], kernel: jax.Array, *statistics: jax.Array) -> 
 def _by_blocks(how: How, matrix: jax.Array, hessian: jax.Array) -> tuple[QArray, jax.Array]:
     """Runs Qwix's GPTQ on blocks of columns in order. Also returns whether the Hessian has an inverse.
 
-    Qwix unrolls all columns: under jit, 256 columns compile for a minute; without jit, it compiles a program for each
-    index. Here one program for a few columns runs in a loop. Up to the order of sums, the result equals Qwix's with
-    blocksize=`columns`. Let H^-1 = U^T U, where U is upper triangular, and let b be a block of columns. Since later
-    columns compensate, the block's Hessian is (U_bb^T U_bb)^-1, and the quantization error of the block changes the
-    matrix by (w - w_quantized) U_bb^-1 U_b.
+    Qwix unrolls all columns: under jit, compiling 256 columns takes a minute; without jit, Qwix compiles a program for
+    each index. This function runs one program for a few columns in a loop. Up to the order of summation, the result
+    equals Qwix's with blocksize=`columns`. Let H^-1 = U^T U, where U is upper triangular, and let b be a block of
+    columns. Since later columns compensate for the block's quantization error, the block's Hessian is
+    (U_bb^T U_bb)^-1, and (w - w_quantized) U_bb^-1 U_b is subtracted from the matrix.
 
     Columns are divided by their scale before quantization, so one scale can span several iterations.
     """
@@ -173,9 +175,9 @@ def _by_blocks(how: How, matrix: jax.Array, hessian: jax.Array) -> tuple[QArray,
 
 
 def _factor(hessian: jax.Array) -> jax.Array:
-    """Returns the upper triangular U with U^T U = H^-1, where H is damped as in Qwix.
+    """Returns the upper triangular U with U^T U = H^-1, where H is the Hessian, damped as in Qwix.
 
-    An input without activations has only the damping, so its error does not interact with the errors of other inputs.
+    In H, an input without activations has only the damping, so its error does not affect other inputs.
     """
     mean = jnp.mean(jnp.diag(hessian))
     damped = hessian + jnp.where(mean == 0, 1.0, DAMPING * mean) * jnp.eye(len(hessian))

@@ -12,7 +12,7 @@ class Context(NamedTuple):
     segments: jax.Array  # int [b, t]; 0 is padding
     rows: jax.Array  # int [b], each row's index in the global batch
     key: jax.Array | None  # this layer's dropout key; None: nothing is dropped
-    sampled: jax.Array | None = None  # bool []: do rules read sown values in this step (optim.any_due)? None: yes
+    sampled: jax.Array | None = None  # bool []: whether rules read sown values in this step (optim.any_due); None: yes
 
     # bool [b, t or 1, ranks]: the adapter ranks that each row or token uses; None: all. See `layers.adapted`.
     ranks: jax.Array | None = None

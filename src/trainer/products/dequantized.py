@@ -1,4 +1,4 @@
-"""Products with kernels that are stored quantized, and their storage formats. Qwix quantizes.
+"""Products with kernels that are stored in quantized form, and the storage formats. Qwix does the quantization.
 
 A kernel is stored as a `qwix.QArray`. Its parts have the kernel's axes: values [*in, *out], and float32 scales with one
 entry for each block of inputs and outputs. nf4 codes are stored as `Packed`. A kernel with AWQ scales
@@ -32,7 +32,7 @@ class Packed:
     """4-bit codes with their scales. Replaces an nf4 `QArray`, which Orbax cannot store.
 
     Attributes:
-      codes: uint8; each stores two consecutive codes along the packed axis, the first in the lower bits.
+      codes: uint8; each entry stores two consecutive codes along the packed axis, the first in the lower bits.
       scale: see `QArray`.
       axis: the packed axis, counted from the end.
     """
@@ -129,7 +129,7 @@ def with_awq_scale(stored: Any, scale: jax.Array, kernel: Kernel) -> WithAwqScal
 
 
 def _tiles(kernel: Kernel, shape: Sequence[int], size: int) -> list[int]:
-    """Returns how many entries of each axis share a scale if `size` consecutive entries of the merged axes do so."""
+    """Returns how many entries of each axis share a scale if `size` consecutive entries of the merged axes do."""
     if prod(shape) <= size:
         return list(shape)
     tiles, left = [], size
@@ -147,7 +147,7 @@ def _tiles(kernel: Kernel, shape: Sequence[int], size: int) -> list[int]:
 
 
 def packed(value: qarray.QArray, kernel: Kernel) -> Any:
-    """Returns `value` in stored form: nf4 as `Packed`."""
+    """Returns `value` in stored form: nf4 as `Packed`, other dtypes unchanged."""
     if value.qtype != NF4:
         return value
     axis = -len(kernel.out_shape) - 1  # the last of the inputs
@@ -207,8 +207,9 @@ def dequantized(storage: Storage, kernel: Kernel, *, rngs: nnx.Rngs) -> Product 
 
 @dataclass(frozen=True)
 class _Dense:
-    """A `Product`. Few rows are multiplied with the quantized values, and the results are scaled. Otherwise XLA on a
-    TPU would write the dequantized kernel to memory, which takes 3 to 6 times the bytes of the values."""
+    """A `Product`. If there are few rows, they are multiplied with the quantized values, and the results are scaled.
+    If the kernel were dequantized first, XLA on a TPU would write it to memory, which takes 3 to 6 times the bytes of
+    the quantized values."""
 
     storage: Storage
     kernel: Kernel

@@ -39,8 +39,8 @@ class Product(Protocol):
           kernel: the parameter as stored, in the stored dtype. It may be a pytree, see above.
           reduce_early: None, or a function to apply to the two operands just before they are multiplied, in their
             dtype. It affects only the gradient of the kernel; a product whose kernel has no gradient ignores it.
-          context: the layer's context; its rows are the first axis of `x`. None in the output head. Fold a number into
-            `context.key` before use, because the layer's dropout also uses it.
+          context: the layer's context; its rows are the first axis of `x`. None in the output head. Before using
+            `context.key`, fold a number into it, because the layer's dropout uses the same key.
         """
 
 
@@ -60,7 +60,7 @@ class Kernel(NamedTuple):
     in_shape: tuple[int, ...]
     out_shape: tuple[int, ...]
     names: tuple[str | None, ...]  # the logical name of each axis of the kernel
-    groups: int = 0  # 0: the kernel is [*in_shape, *out_shape]; else there are several: [groups, *in_shape, *out_shape]
+    groups: int = 0  # 0: the kernel is [*in_shape, *out_shape]; else it is [groups, *in_shape, *out_shape]
     name: str = ""  # canonical, such as decoder/layers/mlp/wo/kernel; "" for a layer outside of a model
 
 
@@ -70,14 +70,14 @@ class MakeProduct(Protocol):
     def __call__(self, kernel: Kernel, *, rngs: nnx.Rngs) -> "Product | GroupedProduct":
         """Returns a `Product`, or a `GroupedProduct` for a kernel with groups.
 
-        It may be an `nnx.Module`. Its parameters are then stored in the model, as "product" next to the kernel. For a
-        grouped product, their logical axes determine which part a device gets: "exp" and "mlp" are sharded as in the
-        kernel.
+        The product may be an `nnx.Module`. Its parameters are then stored in the model, as "product" next to the
+        kernel. For a grouped product, the logical axes of these parameters determine which part a device gets: "exp"
+        and "mlp" are sharded as in the kernel.
         """
 
 
 # Pairs of a regular expression and the maker of products for kernels with a matching canonical name, such as
-# decoder/layers/mlp/wo/kernel. The first match counts. Other kernels have the plain product.
+# decoder/layers/mlp/wo/kernel. The first match counts. Other kernels use the plain product.
 Rules = Sequence[tuple[str, MakeProduct]]
 
 
@@ -176,9 +176,9 @@ def wide_grouped_product(
 
 
 def make_wide(kernel: Kernel, *, rngs: nnx.Rngs) -> Product | GroupedProduct:
-    """A `MakeProduct`: returns the plain product of `kernel`, padded with columns of zeros to at least COLUMNS.
+    """A `MakeProduct`: returns the plain product of `kernel`, padded with zeros to at least COLUMNS columns.
 
-    Otherwise, for a narrow float32 matrix, XLA's CPU backend switches to another algorithm above 80 rows.
+    Without padding, XLA's CPU backend multiplies a narrow float32 matrix by another algorithm above 80 rows.
     """
     if prod(kernel.out_shape) >= COLUMNS:
         return make_plain(kernel, rngs=rngs)

@@ -1,6 +1,6 @@
 """Products of quantized operands, in the forward and in the backward pass. Qwix quantizes and multiplies.
 
-The products define their backward pass (docs/decisions/0025).
+The products define a custom backward pass (docs/decisions/0025).
 """
 
 import functools
@@ -27,7 +27,7 @@ from trainer.products.plain import EarlyReduction, GroupedProduct, Kernel, Produ
 LEAST_PER_SCALE = 128  # with fewer values per scale, Qwix multiplies floating-point numbers
 MOST_INT8 = (2**31 - 1) // 128**2  # the sum of this many products of int8 always fits into int32
 _ROWS = sharding.Axes(("activation_batch", "activation_length"))
-DEVICES = -1  # `Recipe.parts`: one part for each device that shares the rows
+DEVICES = -1  # a value of `Recipe.parts`: by the number of devices over which the rows are sharded (`_parts`)
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,12 @@ class Recipe:
     Attributes:
       forward: dtype of activations and weights, such as "int8" or "float8_e4m3fn".
       backward: dtype of the output's gradient.
-      per_channel: one scale for each row of activations and each output of the weight; otherwise one per operand.
+      per_channel: whether each row of activations and each output of the weight has its own scale. Otherwise, each
+        operand has a single scale.
       rounding: "": to nearest; "uniform" or "low_bit_uniform": gradients are rounded stochastically, with Qwix's noise
         of that name. Only for integers.
-      parts: the number of parts into which the batch's rows are split. For the weight gradient, the output's gradient
-        has separate scales in each part.
+      parts: the number of parts into which the batch's rows are split, or DEVICES. For the weight gradient, the
+        output's gradient has separate scales in each part.
     """
 
     forward: str
@@ -69,7 +70,7 @@ class Recipe:
 
 
 def quantized(recipe: Recipe, kernel: Kernel, *, rngs: nnx.Rngs) -> Product | GroupedProduct:
-    """Returns the product of `kernel` by `recipe`; `functools.partial(quantized, recipe)` is a `MakeProduct`."""
+    """Returns the product of `kernel` with `recipe`; `functools.partial(quantized, recipe)` is a `MakeProduct`."""
     del rngs
     return _Grouped(recipe, kernel) if kernel.groups else _Dense(recipe, kernel)
 
@@ -99,7 +100,7 @@ class _Dense:
 
 @dataclass(frozen=True)
 class _Grouped:
-    """A `GroupedProduct`. Scales over rows, as for the weight's gradient, cover the rows of one product on one device.
+    """A `GroupedProduct`. In the weight gradient, rows share scales only within one product on one device.
     The noise of stochastic rounding depends on a row's index in this product."""
 
     recipe: Recipe
@@ -113,7 +114,7 @@ class _Grouped:
             self.recipe,
             rows=1,
             grouped=True,
-            # If an axis is sharded over devices, a scale over it covers all shards.
+            # If an axis is sharded over devices, scales along it cover all shards.
             shared_inputs=_devices_that_share(self.kernel.names[1]),
             shared_outputs=_devices_that_share(self.kernel.names[2]),
             on_tpu=sharding.on_tpu(),
@@ -146,7 +147,7 @@ def _noise_keys(recipe: Recipe, kernel: Kernel, context: Context | None) -> jax.
 
 @dataclass(frozen=True)
 class _How:
-    """Static parameters for the backward pass, which is traced later.
+    """Static parameters of a product, also for its backward pass, which is traced later.
 
     Shapes: x [*rows, *in], kernel [*in, *out]; with groups, kernel [g, in, out], and x [g, rows, in] or, sorted by
     group, [rows, in].
@@ -178,11 +179,11 @@ class _How:
         noise: jax.Array | None = None,
         tiles: dict[int, int] | None = None,
     ) -> tuple[qarray.QArray, Any]:
-        """Returns `x`, quantized with scales over the axes `over`, and the calibration of `x`.
+        """Returns `x`, quantized with scales that entries along the axes `over` share, and the calibration of `x`.
 
         Args:
           shared: the mesh axes over which `over` is sharded.
-          noise: added before rounding; it lacks the last axes of `x`.
+          noise: added before rounding; broadcast along the last axes of `x`.
           tiles: maps an axis to the number of its entries that share a scale.
         """
         channels = [axis for axis in range(x.ndim) if axis not in over]
@@ -215,7 +216,7 @@ class _How:
         return product(left, right, sizes)
 
     def _check_sum(self, left: Any, right: Any, dimensions: Any) -> None:
-        """Refuses sums of so many integer products that int32 may overflow.
+        """Checks that sums of integer products fit into int32.
 
         Raises:
           UserError: int32 may overflow; the message names the limit.
@@ -227,8 +228,8 @@ class _How:
                 terms = min(terms, prod(operand.shape[axis] // operand.scale.shape[axis] for axis in axes))
         if limit is not None and terms > limit:
             raise UserError(
-                f"quantization={self.recipe.forward}: a sum of {terms:,} products of integers may overflow int32, "
-                f"which always holds {limit:,}; take fp8, more parts of the tokens (quantization_local_shard_count), "
+                f"quantization={self.recipe.forward}: a sum of {terms:,} products of integers may overflow int32; "
+                f"the limit is {limit:,}; use fp8, more parts of the tokens (quantization_local_shard_count), "
                 "or leave the matrix float (unquantized_modules)"
             )
 
@@ -248,7 +249,7 @@ def _of_all(found: Any, method: str, axes: tuple[str, ...]) -> Any:
 
 
 class _Kept(NamedTuple):
-    """The residuals of an operand: quantized; if its method clips, also the original and its range."""
+    """The residuals of an operand: its quantized value and, if its method clips, the original and its calibration."""
 
     value: qarray.QArray
     clipped: tuple[jax.Array, Any] | None
@@ -283,8 +284,8 @@ def _keep(how: _How, x: jax.Array, method: str, over: Sequence[int], shared: tup
 
 
 def _named(part: jax.Array) -> jax.Array:
-    """Returns `part` under a checkpoint name. 8-bit floats are bitcast to integers while a checkpoint keeps them: JAX
-    rounds kept floats, which gives NaN for float8_e4m3fn above 240."""
+    """Returns `part` under a checkpoint name. 8-bit floats are bitcast to integers while a checkpoint keeps them,
+    because JAX rounds kept floats, which turns float8_e4m3fn above 240 into NaN."""
     if part.dtype.itemsize > 1 or not jnp.issubdtype(part.dtype, jnp.floating):
         return checkpoint_name(part, QUANTIZED)
     bits = checkpoint_name(jax.lax.bitcast_convert_type(part, jnp.uint8), QUANTIZED)
@@ -322,7 +323,7 @@ def _inside(gradient: jax.Array, clipped: tuple[jax.Array, Any] | None, method: 
 
 
 def _x_gradient(how: _How, kernel: qarray.QArray, gradient: jax.Array, sizes: Any, noise_keys: Any) -> jax.Array:
-    """Returns the gradient of `x`. It sums over outputs, so the kernel's output scales multiply `gradient` first."""
+    """Returns the gradient of `x`, a sum over outputs: `gradient` is first multiplied by the kernel's output scales."""
     first, ndim = int(how.grouped), gradient.ndim
     outputs = kernel.ndim - first - how.inputs
     out, out_kernel = range(ndim - outputs, ndim), range(first + how.inputs, kernel.ndim)
@@ -345,13 +346,13 @@ def _scale_of_outputs(how: _How, scale: jax.Array, gradient: jax.Array, sizes: j
 
 
 def _kernel_gradient(how: _How, x: qarray.QArray, gradient: jax.Array, sizes: Any, noise_keys: Any) -> jax.Array:
-    """Returns the gradient of the kernel. It sums over rows, so the scales of rows multiply `gradient` first."""
+    """Returns the gradient of the kernel, a sum over rows: `gradient` is first multiplied by the row scales of `x`."""
     first = int(how.grouped and sizes is None)
     rows = range(first, first + how.rows)
     scale = x.scale.reshape(x.scale.shape[: first + how.rows] + (1,) * (gradient.ndim - first - how.rows))
     value, scaled, noise = x.qvalue, gradient * scale, _noise(how, noise_keys, 1, gradient.shape)
     tiles = {}
-    if how.parts > 1:  # then the rows are one axis
+    if how.parts > 1:  # merges the row axes
         value, scaled = (a.reshape(-1, *a.shape[how.rows :]) for a in (value, scaled))
         rows, tiles = range(1), {0: _per_part(len(scaled), how.parts)}
         noise = None if noise is None else noise.reshape(-1)

@@ -1,18 +1,18 @@
-"""The weights that N:M sparsity keeps."""
+"""Selects the weights that N:M sparsity keeps."""
 
 from math import prod
 
 import jax
-from qwix._src.core import sparsity  # used here and not in `quantized`, because Qwix's masks need no product
+from qwix._src.core import sparsity
 
 from trainer.products.plain import Kernel
 
 
 def largest(kernel: Kernel, value: jax.Array, n: int, m: int) -> jax.Array:
-    """Returns the mask of the used entries of `value`, bool: of every `m` consecutive entries along the axis that a
-    product sums over, the `n` with the largest magnitude. Of equal magnitudes, the first are used.
+    """Returns the bool mask of the entries of `value` that are kept: of every `m` consecutive entries along the input
+    axis, the `n` with the largest magnitude. Among equal magnitudes, the first entries are kept.
 
-    Several input axes count as one axis, merged in order. `m` must divide the length of that axis.
+    Several input axes are merged, in order, into one. `m` must divide the length of the input axis.
 
     Args:
       value: [*stacked, *groups, *in, *out] of `kernel`, in any floating-point dtype.

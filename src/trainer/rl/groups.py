@@ -1,4 +1,4 @@
-"""Arithmetic of rollouts, in NumPy: advantages within groups, and rows of packed sequences."""
+"""NumPy computations on rollouts: advantages within groups, and packing of sequences into rows."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -26,14 +26,16 @@ class Rollout(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """The number of pairs of an input and its target."""
+        """The number of (input, target) token pairs."""
         return len(self.prompt) + len(self.completion) - 1
 
 
 def advantages(rewards: np.ndarray) -> np.ndarray:
-    """Returns the advantages of completions, float32 [groups, size]: (reward - mean of the group) / (standard deviation
-    of the group + 1e-6), with size - 1 degrees of freedom (Shao et al. 2024, arXiv:2402.03300, 4.1.2). They are 0 in a
-    group with equal rewards or with one member.
+    """Returns the advantages of completions with `rewards` [groups, size], as float32 of the same shape.
+
+    An advantage is (reward - mean of the group) / (standard deviation of the group + 1e-6); the standard deviation has
+    size - 1 degrees of freedom (Shao et al. 2024, arXiv:2402.03300, 4.1.2). All advantages of a group are 0 if its
+    rewards are equal or it has one member.
     """
     rewards = np.asarray(rewards, np.float64)
     differ = (rewards != rewards[:, :1]).any(axis=1, keepdims=True)
@@ -43,12 +45,12 @@ def advantages(rewards: np.ndarray) -> np.ndarray:
 
 
 def places(lengths: Sequence[int], row: int, align: int, *, together: bool = True) -> list[tuple[int, int]]:
-    """Returns a place for each sequence: the index of its row, and the position in the row at which it begins.
+    """Packs sequences into rows. Returns the row index and the start position of each sequence.
 
-    Sequences are placed longest first, each in the first row with enough room.
+    Sequences are placed longest first, each in the first row with enough free space.
 
     Args:
-      lengths: at most `row` each.
+      lengths: the lengths of the sequences, at most `row` each.
       row: the length of a row in tokens.
       align: every sequence begins at a multiple of this number.
       together: whether a row may hold several sequences.
@@ -71,18 +73,20 @@ def packed(
     rows: int,
     length: int,
 ) -> Batch:
-    """Returns a batch of `rows` rows: the fields of `objectives.next_token`, in which the tokens of completions bear
-    loss, their `old_log_probs`, and a float field for each of `values`.
+    """Returns a batch of `rows` rows of `length` tokens.
+
+    The batch has the fields of `objectives.next_token`, with loss only on completion tokens; `old_log_probs`, the
+    `log_probs` of the rollouts; and a float field for each entry of `values`.
 
     Args:
-      rollouts: one for each sequence. Each of `values` has one for each sequence, too.
-      at: the place of each sequence, see `places`.
+      values: one number per rollout for each field, which applies to all tokens of its completion.
+      at: the row index and the start position of each rollout, from `places`.
     """
     names = ("inputs", "targets", "segmentation", "loss")
     arrays = {name: np.zeros((rows, length), np.int32) for name in names}
     floats = {name: np.zeros((rows, length), np.float32) for name in ("old_log_probs", *values)}
     segments = [0] * rows
-    # In the order of their places, so that segment ids rise along a row.
+    # In the order of their positions, so that segment ids increase along a row.
     for i in sorted(range(len(rollouts)), key=lambda i: at[i]):
         rollout, (row, start) = rollouts[i], at[i]
         tokens = np.concatenate([rollout.prompt, rollout.completion])

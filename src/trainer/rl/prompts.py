@@ -1,4 +1,4 @@
-"""Prompts: the data set of runs with rollouts."""
+"""The data set of prompts for runs with rollouts."""
 
 import dataclasses
 import functools
@@ -22,17 +22,18 @@ from trainer.data.tokenizer import Tokenizer
 from trainer.inference.ends import stop_tokens
 from trainer.inference.served import longest_prompt
 
-_FORMAT = 1  # increased whenever the same records give different prompts
+_FORMAT = 1  # incremented whenever the same records result in different prompts
 INDEX = "prompt"  # the batch field with the indices of the prompts, [n]
 
 
 class Prompt(NamedTuple):
-    """A prompt: the arguments that it gives to reward functions, and its tokens, int32 [n].
+    """A prompt.
 
     Attributes:
-      where: `str(where)` names the record; it reads the file up to that record.
+      where: `str(where)` is the record's location; computing it reads the file up to that record.
       text: the value of the prompt column: a text, or a list of messages.
-      columns: the values of the other columns by name.
+      columns: the values of the other columns by name, which are passed to reward functions.
+      tokens: the tokens of the prompt, int32 [n].
       completion: the tokens of the second column as a completion, int32; empty if no round uses it.
     """
 
@@ -65,8 +66,8 @@ class PromptDataset(Dataset):
     """A `Dataset` whose batches are indices of prompts.
 
     Attributes:
-      train, held_out: the prompts; `held_out` is None without evaluation.
-      stop: the tokens that end a completion; with use_chat_template=true also those that end an assistant turn.
+      train, held_out: the training and the evaluation prompts; `held_out` is None without evaluation.
+      stop: the tokens that end a completion; with use_chat_template=true, also the tokens that end an assistant turn.
     """
 
     train: PromptRows = dataclasses.field(kw_only=True)
@@ -75,9 +76,11 @@ class PromptDataset(Dataset):
 
 
 def open_prompts(config: Config, say: Say) -> PromptDataset:
-    """Returns the prompts of the files that `config`, resolved, specifies. All prompts are kept in memory.
+    """Reads the prompts from the files that `config` specifies. All prompts are kept in memory.
 
-    `say` gets messages about prompts that are left out.
+    Args:
+      config: a resolved configuration.
+      say: gets messages about prompts that are left out.
 
     Raises:
       UserError: files are missing or unreadable, a prompt is neither text nor messages, or no prompt remains.
@@ -85,7 +88,7 @@ def open_prompts(config: Config, say: Say) -> PromptDataset:
     source = open_source(config, say)
     if len(source.train) > 1:
         raise UserError(
-            f"{source.name}: prompts come from one pattern of files, not from a mixture; write the files of a mixture "
+            f"{source.name}: prompts must come from one file pattern, not from a mixture; put the files of the mixture "
             "into one folder"
         )
     root = cache_root(config.data_cache_directory)
@@ -120,7 +123,7 @@ def open_prompts(config: Config, say: Say) -> PromptDataset:
     summary = f"{source.name}: {counted(train.size, 'prompt')}"
     summary += f", {held_out.size:,} held out" if held_out else ", no evaluation"
     if not any(token < config.vocab_size for token in stop):
-        say("no token ends a completion: the tokenizer has none for the end, so each goes on to the end of its room")
+        say("the tokenizer has no token that ends a completion, so every completion runs to its length limit")
     if chat is None and (template := tokenizer.chat_template):
         say(f"{template.where} has a chat template, which is not applied; use_chat_template=true applies it")
     fields: dict[str, Any] = {"train": train, "held_out": held_out, "stop": stop}
@@ -140,8 +143,9 @@ def _prompts(
         name, *others = corpus.columns
         if mixed and not others:
             raise UserError(
-                f"distill_rollouts_share={rollouts_share(config)}: the completions for the other rounds are "
-                "missing; name their column, as in train_data_columns=[prompt,answer] eval_data_columns=[prompt,answer]"
+                f"distill_rollouts_share={rollouts_share(config)}: the rounds without rollouts need completions "
+                "from the data; name their column, as in train_data_columns=[prompt,answer] "
+                "eval_data_columns=[prompt,answer]"
             )
         for record in corpus.records():
             value, tokens = prompt_of(record, name, tokenizer, chat)
@@ -172,7 +176,8 @@ def _prompts(
 
 
 def _why_none(config: Config, long: Sequence[tuple[int, Any]], empty: int) -> str:
-    """Returns why no prompt remains, and a fix. `long`: (number of tokens, location) of each too long prompt."""
+    """Returns why no prompt remains, and a fix. `long`: (number of tokens, location) of each prompt that is too long.
+    `empty`: the number of prompts left out because their text or completion is empty."""
     if not long:
         return f"{counted(empty, 'prompt')} without text or completion"
     most, limit = max(tokens for tokens, _ in long), longest_prompt(config)

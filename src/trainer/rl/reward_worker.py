@@ -1,5 +1,5 @@
-"""The worker program that calls a user's reward functions (rewards.py). It loads neither JAX nor the package's
-configuration, so it starts within a few hundredths of a second."""
+"""The worker program that calls a user's reward functions (rewards.py). It starts within a few hundredths of a second,
+because it imports neither JAX nor the package's configuration."""
 
 import inspect
 import json
@@ -18,19 +18,19 @@ _LARGEST = 3.4e38  # the largest float32, the dtype in which the trainer stores 
 
 
 def main(paths: list[str], connection: int, lifeline: int) -> None:
-    """Loads the functions `paths`, then scores samples, until the other side closes the connection.
+    """Loads the functions `paths`, then scores samples until the parent process closes the connection.
 
-    It receives pickled samples (prompt, completion, columns). For each function that it loads or calls, it sends JSON:
-    a number, or a text that describes the failure. It never sends pickles, because a completion could make a function
-    produce a malicious one.
+    Receives pickled samples (prompt, completion, columns). For each function that it loads or calls, it sends JSON: a
+    number, or a text that describes the failure. It never sends a pickle, because a completion could make a function
+    produce a malicious pickle.
 
     Args:
       connection: the file descriptor of a socket.
       lifeline: the file descriptor of the read end of a pipe that nobody writes to.
     """
     _end_with(lifeline)
-    # Only the parent ends a worker. The signals get handlers that do nothing, because programs that a function starts
-    # would inherit ignored signals.
+    # Only the parent ends a worker, so the handlers do nothing. SIG_IGN would be inherited by programs that a function
+    # starts.
     ending = (signal.SIGINT, signal.SIGTERM)
     for number in ending:
         signal.signal(number, lambda number, frame: None)
@@ -59,11 +59,11 @@ def main(paths: list[str], connection: int, lifeline: int) -> None:
 
 
 def _end_with(lifeline: int) -> None:
-    """Makes the system end this process and its children when the parent ends, whatever they are doing.
+    """Makes the kernel end this process and its children when the parent ends, whatever they are doing.
 
-    The parent holds the other end of the pipe. A thread that reads the pipe would not suffice, because a regular
-    expression that never ends blocks all Python threads. Only Linux supports this; elsewhere, a worker ends after its
-    current sample.
+    The parent has the write end of the pipe. A thread that reads the pipe would not suffice, because a regular
+    expression that never terminates blocks all Python threads. On systems other than Linux, a worker ends only after
+    its current sample.
     """
     os.set_inheritable(lifeline, False)
     if sys.platform == "linux":
@@ -85,7 +85,7 @@ def _score(function: Function, prompt: Any, completion: str, columns: Mapping[st
         given = dict({name: [value] for name, value in columns.items()}, prompts=[prompt], completions=[completion])
         first, named = _arguments(function, given)
         return _number(function(*first, **named))
-    except BaseException as error:  # a user's function can raise any
+    except BaseException as error:  # a user's function can raise any exception
         entered = error.__traceback__ is not None and error.__traceback__.tb_next is not None
         there = "" if entered else f"; it can take prompts, completions{''.join(f', {name}' for name in columns)}"
         return f"failed: {failure(error)}{there}"
@@ -94,8 +94,8 @@ def _score(function: Function, prompt: Any, completion: str, columns: Mapping[st
 def _arguments(function: Function, given: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """Returns the positional and the keyword arguments for `function`: the entries of `given` that it accepts.
 
-    Arguments are passed by name, because some functions take no prompts. If a function has neither parameter name
-    `prompts` nor `completions`, these two are its first two positional arguments.
+    Arguments are passed by name, because some functions have no parameter `prompts`. If a function has neither a
+    parameter `prompts` nor `completions`, the prompts and completions are its first two positional arguments.
     """
     parameters = inspect.signature(function).parameters.values()
     places = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
@@ -107,10 +107,10 @@ def _arguments(function: Function, given: dict[str, Any]) -> tuple[list[Any], di
 
 
 def _number(value: Any) -> float | str:
-    """Returns the number that a function returned for one sample, or a text that describes any other result."""
+    """Converts a function's result for one sample to a float. Returns an error text for any other result."""
     one = value.tolist() if hasattr(value, "tolist") else value  # NumPy, JAX and PyTorch
     if isinstance(one, list | tuple) and len(one) == 1:
         one = one[0].tolist() if hasattr(one[0], "tolist") else one[0]
     if isinstance(one, int | float) and abs(one) <= _LARGEST:
         return float(one)
-    return f"returned {repr(value)[:400]}; it must return a finite number of float32, or a list of one"
+    return f"returned {repr(value)[:400]}; it must return a finite number (float32), or a list of one number"

@@ -1,9 +1,10 @@
-"""Scores completions with a user's reward functions, which run in other processes with a time limit.
+"""Scores completions with a user's reward functions, which run in separate processes with a time limit.
 
-A function is called as `function(prompts=[prompt], completions=[completion], NAME=[value], ...)`, with one sample and
-the other columns of its record. It gets only the arguments that it accepts; with `**columns`, all. It returns a finite
-number, or a list of one. It may start processes and threads. Its result must depend only on its arguments. Its output
-is discarded. Its temporary files go to a folder that is deleted with the worker.
+A function is called for one sample at a time, as `function(prompts=[prompt], completions=[completion], NAME=[value],
+...)`. Each NAME is another column of the sample's record. The function gets only the arguments that it accepts, or all
+of them if it has a parameter `**columns`. It must return a finite number, or a list of one number, which must depend
+only on the arguments. It may start processes and threads. Its output is discarded. Its temporary files go to a folder
+that is deleted with the worker.
 """
 
 import collections
@@ -24,8 +25,8 @@ from trainer.config.errors import UserError, report, shortened
 from trainer.config.words import visible
 
 _LOOK_SECONDS = 0.5
-START_SECONDS = 300  # for importing the functions
-# The task of a worker that is not scoring a sample; and how a task ended.
+START_SECONDS = 300  # time limit for importing the functions
+# `_Worker.task` of a worker that is not scoring a sample, and the values of `_Worker.end`.
 _IDLE, _START = -2, -1
 _DONE, _LATE, _DIED = "done", "late", "died"
 _PROGRAM = (
@@ -38,9 +39,9 @@ class Sample(NamedTuple):
     """A completion to score.
 
     Attributes:
-      prompt: text, or messages.
-      columns: the other columns of the record, by name. No column is called prompts or completions.
-      where: `str(where)` names the record and the completion, for messages.
+      prompt: a text, or a list of messages.
+      columns: the other columns of the record, by name. No column may be called prompts or completions.
+      where: `str(where)` identifies the record and the completion in messages.
     """
 
     prompt: str | list[dict[str, Any]]
@@ -54,7 +55,7 @@ class Scored(NamedTuple):
 
     Attributes:
       reward: the sum of `by_function`.
-      by_function: one for each function, in order; 0.0 for functions that did not finish in time.
+      by_function: the reward of each function, in order; 0.0 for functions that did not finish in time.
       timed_out: whether a function did not finish in time.
     """
 
@@ -64,13 +65,13 @@ class Scored(NamedTuple):
 
 
 class Rewards:
-    """A context in which samples are scored. Its end kills the workers and all processes that they started.
+    """A context that scores samples in worker processes. Its exit kills the workers and all processes they started.
 
     Failures of a sample:
-    - It takes too long: its worker is killed and replaced. The unfinished functions give 0.0, and the run goes on.
-      `say` reports the first such sample; `Scored.timed_out` marks all of them.
-    - A function raises an exception or does not return a number: a UserError names the first such sample.
-    - Its worker dies, for example out of memory: another worker tries once more, and a second death is a UserError.
+    - Scoring it takes too long: its worker is killed and replaced, and the rewards of the unfinished functions are 0.0.
+      `say` gets a message about the first of these samples; `Scored.timed_out` marks all of them.
+    - A function raises an exception or does not return a number: a UserError names the first failed sample.
+    - Its worker dies, for example out of memory: another worker retries the sample once; a second death is a UserError.
     """
 
     def __init__(
@@ -85,15 +86,15 @@ class Rewards:
         """Starts the workers, which import the functions.
 
         Args:
-          functions: package.module:function, imported with the import path of this process.
-          workers: the number of processes. Results do not depend on it.
-          seconds: the time limit for all functions together on one sample.
+          functions: as package.module:function. Workers import them with the `sys.path` of this process.
+          workers: the number of processes, which does not affect results.
+          seconds: the time limit of a sample, for all functions together.
           say: gets a message about the first sample that takes too long.
           key: the configuration key that lists the functions, for messages.
-          meanwhile: called at least twice a second while workers are busy; if it raises, they are killed.
+          meanwhile: called at least twice a second while workers are busy; if it raises, the busy workers are killed.
 
         Raises:
-          UserError: names each function that is missing or cannot be imported, with the reason.
+          UserError: functions are missing or cannot be imported. The message lists each with the reason.
         """
         self._functions, self._count, self._seconds, self._say = tuple(functions), workers, seconds, say
         self._said, self._key, self._meanwhile = False, key, meanwhile
@@ -119,10 +120,10 @@ class Rewards:
             self._workers.pop().kill()
 
     def __call__(self, samples: Sequence[Sample]) -> list[Scored]:
-        """Returns the rewards of `samples`, in their order.
+        """Returns the rewards of `samples`, in the same order.
 
         Raises:
-          UserError: names the first sample that failed, the function and the reason.
+          UserError: a sample failed. The message names the first failed sample, the function and the reason.
         """
         waiting = collections.deque(range(len(samples)))
         scored: dict[int, Scored] = {}
@@ -162,7 +163,7 @@ class Rewards:
     def _finished(self) -> Iterator[tuple["_Worker", int]]:
         """Waits at most `_LOOK_SECONDS` for busy workers. Yields each worker that ended its task, with the task.
 
-        These workers are idle again; those that died or took too long are removed.
+        A yielded worker is idle again; if it died or took too long, it has been removed.
         """
         self._meanwhile()
         at_work = [worker for worker in self._workers if worker.task != _IDLE]
@@ -203,8 +204,8 @@ class Rewards:
             self._said = True
             self._say(
                 visible(
-                    f"{where}: the function {worker.function} was stopped after {self._seconds:g} s and gives 0. "
-                    "Further such samples are only counted."
+                    f"{where}: the function {worker.function} was stopped after {self._seconds:g} s; its reward is 0. "
+                    "Further timeouts are only counted."
                 )
             )
         rewards = (*map(float, worker.replies), *[0.0] * (len(self._functions) - len(worker.replies)))
@@ -223,24 +224,24 @@ def _about(sample: Sample, problem: str) -> str:
 class _Worker:
     """A process that calls the functions (reward_worker.py). It is in a separate session, so Ctrl-C does not reach it.
 
-    It does not use `multiprocessing`, whose processes import the main module again and cannot have children.
+    It is not a `multiprocessing` process, which would import the main module again and could not have children.
 
     Attributes:
-      task: the index of the sample that it scores, _START or _IDLE.
-      replies: one for each finished function: its reward, or a text that describes the failure.
-      end: how the task ended; "" while it runs.
+      task: the index of the sample that is being scored, _START or _IDLE.
+      replies: the result of each finished function: its reward, or a text that describes the failure.
+      end: how the task ended (_DONE, _LATE or _DIED); "" while it runs.
       deadline: the `time.monotonic` time at which the task must have ended.
     """
 
     def __init__(self, functions: Sequence[str]):
         self._functions = functions
         self.connection, theirs = Pipe()
-        lifeline, self._lifeline = os.pipe()  # however this process ends, the system closes it
+        lifeline, self._lifeline = os.pipe()  # the kernel closes it when this process ends, for any reason
         descriptors = (theirs.fileno(), lifeline)
         given = json.dumps([list(map(str, sys.path)), functions, *descriptors])
         # With a fixed hash seed, all workers iterate over a set of strings in the same order.
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONHASHSEED": "0"}
-        # A function that is killed leaves its temporary files.
+        # Deleted with the worker, because a killed function does not delete its temporary files.
         environment["TMPDIR"] = self._temporary = tempfile.mkdtemp(prefix="functions-")
         try:
             self.process = subprocess.Popen(
@@ -268,7 +269,7 @@ class _Worker:
             self.connection.send((sample.prompt, sample.completion, dict(sample.columns)))
 
     def receive(self) -> None:
-        """Takes a reply, or notices that the process has died."""
+        """Receives a reply, or detects that the process has died. Updates `replies` and `end`."""
         try:
             self.replies.append(json.loads(self.connection.recv_bytes()))
         except (EOFError, OSError):
@@ -296,7 +297,7 @@ class _Worker:
         if code >= 0:
             return f"with exit code {code}"
         name = signal.Signals(-code).name
-        return f"by {name}{', as for a lack of memory' if name == 'SIGKILL' else ''}"
+        return f"by {name}{', perhaps out of memory' if name == 'SIGKILL' else ''}"
 
     def kill(self) -> None:
         """Kills the process and the processes that it started. It may be called twice."""

@@ -1,4 +1,4 @@
-"""The rounds of reinforcement learning: reward functions score the model's answers to prompts."""
+"""Rounds for reinforcement learning: reward functions score the model's completions of prompts."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -14,7 +14,7 @@ from trainer.runtime.agreement import agreed, from_first, is_first
 
 
 class _Where(NamedTuple):
-    """Names a completion. Its text is made only for messages, because making it may read a file."""
+    """The description of a completion in messages. `str` computes it on demand, because this may read a file."""
 
     name: str
     prompt: Any
@@ -24,7 +24,7 @@ class _Where(NamedTuple):
 
 
 class Rollouts(Rounds):
-    """`Rounds` in which the first process scores all completions."""
+    """`Rounds` in which reward functions score all completions, in the first process."""
 
     def __enter__(self) -> Self:
         self._stack = ExitStack()

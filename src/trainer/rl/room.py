@@ -1,4 +1,4 @@
-"""The sizes of a round: the token limit of a completion, and the number of rows of an update."""
+"""The token limit of a completion, and the number of rows of an update."""
 
 from trainer.config.capabilities.invariant_keys import TILE
 from trainer.config.derived import completions_per_prompt, global_batch_rows, microbatch_rows
@@ -9,13 +9,17 @@ from trainer.inference.served import longest_prompt
 
 
 def completion_limit(config: Config) -> int | None:
-    """Returns the largest number of tokens of a completion; None if only the end of the row limits it."""
+    """Returns the maximum number of tokens of a completion; None if only the length of the row limits it."""
     longest = config.max_prefill_predict_length
     return None if longest < 0 else config.max_target_length - longest
 
 
 def rows_for(config: Config, needed: int) -> int:
-    """Returns the rows of an update that needs `needed`: all, a half, a quarter, ..., so that few programs compile."""
+    """Returns the number of rows of an update whose sequences need `needed` rows.
+
+    The result is about the full batch, a half of it, a quarter, ..., in whole microbatches, so that few programs are
+    compiled.
+    """
     rows, parts = microbatch_rows(config), config.gradient_accumulation_steps
     while parts > 1 and -(-parts // 2) * rows >= needed:
         parts = -(-parts // 2)
@@ -23,7 +27,7 @@ def rows_for(config: Config, needed: int) -> int:
 
 
 def check_rows(config: Config) -> None:
-    """Raises UserError if the sequences of a round may not fit the rows of an update. `config` is resolved."""
+    """Raises UserError if the sequences of a round may not fit into the rows of an update. `config` is resolved."""
     length, sequences = config.max_target_length, config.batch_size * completions_per_prompt(config)
     longest = min(length, longest_prompt(config) + (completion_limit(config) or length)) - 1
     align = TILE if config.batch_invariant else 1
@@ -37,5 +41,5 @@ def check_rows(config: Config) -> None:
             f"{longest + 1} tokens each and may need {counted(needed, 'row')}; an update has {there:,} "
             f"(per_device_batch_size={config.per_device_batch_size:g}, gradient_accumulation_steps="
             f"{config.gradient_accumulation_steps}). Set gradient_accumulation_steps={steps}; a round that needs fewer "
-            "rows takes fewer microbatches"
+            "rows uses fewer microbatches"
         )

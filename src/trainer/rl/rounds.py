@@ -1,4 +1,4 @@
-"""Batches of the model's own texts: in each round the model completes prompts, and the next updates use the texts."""
+"""Rounds of training on the model's own completions: the model completes prompts, then updates use the completions."""
 
 import functools
 import json
@@ -40,19 +40,19 @@ Say = Callable[[str], None]
 
 
 class Round(NamedTuple):
-    """The batch of a round, and the position in the prompts after it."""
+    """The batch of a round, and the position in the data set of prompts after this batch."""
 
     batch: Batch
     position: Position
 
 
 class Judged(NamedTuple):
-    """What is found out about n completions.
+    """The results of judging n completions.
 
     Attributes:
-      fields: values of further batch fields, [n] by name; each holds for all tokens of its completion.
-      metrics: metrics of a round.
-      rows: further values in the round's file, n mappings.
+      fields: additional batch fields by name, with n values each; a value applies to all tokens of its completion.
+      metrics: metrics of the round.
+      rows: additional entries for the rows of the round's output file, n mappings.
     """
 
     fields: Mapping[str, Sequence[float]]
@@ -65,10 +65,10 @@ def _labelled(labels: int, count: int) -> Judged:
 
 
 class Rounds:
-    """A `training.BatchSource`. A round's batch is sampled before its first update and used for `rl_num_iterations`.
+    """A `training.BatchSource` that samples one batch per round and returns it for `rl_num_iterations` updates.
 
     All sampling depends only on decode_sampling_seed, the number of the round and the parameters, so a resumed run
-    repeats the same rounds. Every process generates all completions. A subclass may judge them.
+    repeats the same rounds. Every process generates all completions. A subclass can override `judged` to score them.
 
     Attributes:
       updates: the number of updates in a round; a run ends and is saved only between rounds.
@@ -82,14 +82,14 @@ class Rounds:
           say: gets progress messages.
 
         Raises:
-          UserError: the model cannot generate text on this mesh, or the run begins within a round.
+          UserError: the model cannot generate text on this mesh, or the run starts in the middle of a round.
         """
         config = run.config
         if start.updates % config.rl_num_iterations:
             raise UserError(
-                f"rl_num_iterations={config.rl_num_iterations}: load_full_state_path holds "
+                f"rl_num_iterations={config.rl_num_iterations}: the state at load_full_state_path has "
                 f"{counted(start.updates, 'update')}, "
-                "which is within a round; give load_parameters_path, for a run that begins with 0"
+                "which is in the middle of a round; set load_parameters_path instead, to start at update 0"
             )
         self._run, self._dataset, self._say = run, dataset, say
         self._files = RolloutFiles(run_dir) if run_dir is not None and is_first() else None
@@ -113,8 +113,13 @@ class Rounds:
         self._stream.close()
 
     def judged(self, prompts: Sequence[Prompt], texts: Sequence[str], group: int, name: str) -> Judged:
-        """Returns what is found out about the completions `texts` of `prompts`, `group` in succession of each prompt.
-        `texts` is empty in processes other than the first. `name`: of the round, for messages."""
+        """Returns the results of judging the completions of `prompts`. This implementation only labels them as sampled.
+
+        Args:
+          prompts: the prompt of each completion; each prompt is repeated for its `group` consecutive completions.
+          texts: the completions; empty in processes other than the first.
+          name: the name of the round, for messages.
+        """
         return _labelled(0, len(prompts))
 
     def take(self, state: Callable[[], Any], interrupted: Callable[[], bool]) -> tuple[Batch, Position] | None:
@@ -132,7 +137,7 @@ class Rounds:
         return self._round
 
     def held_out(self, state: Callable[[], Any]) -> Iterable[Batch]:
-        """See `BatchSource.held_out`. The answers are greedy; with ema_decay, the averaged parameters generate them."""
+        """See `BatchSource.held_out`. Decoding is greedy, with the averaged parameters if ema_decay is set."""
         run, held_out = self._run, self._dataset.held_out
         assert held_out is not None, "eval_interval is above 0"
         rows, steps = run.eval_rows, run.config.eval_steps
@@ -284,12 +289,12 @@ def engine_of(run: Run, sequences: int) -> Engine:
 
 
 def of_rollouts(share: float, number: int) -> bool:
-    """Returns whether round `number` uses rollouts: about the share `share` of the first n rounds do, for every n."""
+    """Returns whether round `number` uses rollouts. For every n, floor(n * share) of the first n rounds do."""
     return math.floor((number + 1) * share) > math.floor(number * share)
 
 
 def of_data(config: Config, prompt: Prompt) -> Rollout:
-    """Returns a prompt with the completion of the data, cut off at the limit of completions."""
+    """Returns a prompt with its completion from the data, truncated at the completion limit."""
     room = config.max_target_length - len(prompt.tokens) + 1
     tokens = prompt.completion[: min(room, completion_limit(config) or room)]
     unsampled = np.zeros(len(tokens), np.float32)
@@ -297,6 +302,6 @@ def of_data(config: Config, prompt: Prompt) -> Rollout:
 
 
 def _seeds(seed: int, number: int, count: int) -> list[int]:
-    """Returns different seeds for the prompts of a round."""
+    """Returns `count` different seeds, for the prompts of round `number`."""
     first = int(np.random.Philox(key=[seed, number]).random_raw(1)[0])
     return [(first + i) % (UINT32_MAX + 1) for i in range(count)]

@@ -1,7 +1,7 @@
-"""Agreement between processes. All processes must make the same calls in the same order; a single process needs none.
+"""Agreement between the processes of a run. All processes must make the same calls in the same order.
 
 Each call except `gather_later` waits for all processes, so do not call these functions in the training loop. Call them
-only in the main thread.
+only in the main thread. In a single-process run, nothing is exchanged.
 """
 
 import json
@@ -14,26 +14,26 @@ from trainer.config.errors import UserError
 
 T = TypeVar("T")
 
-_SHOWN = 5  # lines of a text in a message
+_SHOWN = 5  # the maximum number of lines of a text in a message
 _LOST = re.compile(r"Gloo|NCCL|heartbeat|[Bb]arrier|coordination service|Time(d )?out (while )?waiting")
 
 
 class AgreedError(UserError):
-    """A UserError that every process raises at the same point, regardless of which process hit it first."""
+    """A UserError that every process raises at the same point, even if the cause occurred in only one of them."""
 
 
 def is_first() -> bool:
-    """Returns whether this is process 0, which writes the files and messages that all processes share."""
+    """Returns whether this is process 0, which writes files and messages on behalf of all processes."""
     import jax
 
     return jax.process_index() == 0
 
 
 def from_first(fn: Callable[[], T]) -> T:
-    """Calls `fn` only in process 0, and returns its result, which must be JSON-serializable, in every process.
+    """Calls `fn` only in process 0, and returns its result in every process. The result must be JSON-serializable.
 
     Raises:
-      UserError: `fn` raised it.
+      UserError: in every process, if `fn` raised it.
     """
     if _count() == 1:
         return fn()
@@ -51,10 +51,12 @@ def from_first(fn: Callable[[], T]) -> T:
 
 
 def agreed(fn: Callable[[], T]) -> T:
-    """Calls `fn`, waits until all processes returned from it, and returns its result. `fn` must not wait for others.
+    """Calls `fn`, waits until it has returned in all processes, and returns this process's result.
+
+    `fn` must not wait for other processes.
 
     Raises:
-      UserError: `fn` raised it in one of the processes.
+      UserError: in every process, if `fn` raised it in at least one.
     """
     if _count() == 1:
         return fn()
@@ -72,10 +74,10 @@ def agreed(fn: Callable[[], T]) -> T:
 
 
 def check_same(values: Callable[[], Mapping[str, str]]) -> None:
-    """Compares the texts of `values()`, by name, between the processes. A single process need not call it.
+    """Compares the texts that `values()` returns, by name, between all processes.
 
     Raises:
-      UserError: texts differ. One message lists the differing lines, and the processes and hosts on both sides.
+      UserError: a text differs between processes. The message lists the differing lines, processes and hosts.
     """
     if _count() == 1:
         return
@@ -112,7 +114,7 @@ def gather(text: str) -> list[str]:
 
     data = np.frombuffer(text.encode(), np.uint8)
     sizes = np.ravel(process_allgather(np.asarray(len(data), np.int32)))
-    # Rounded up to a power of two, to limit the number of compiled sizes.
+    # Rounded up to a power of two, so that few sizes are compiled.
     padded = np.zeros(max(1024, 1 << int(sizes.max()).bit_length()), np.uint8)
     padded[: len(data)] = data
     rows = process_allgather(padded)
@@ -120,9 +122,10 @@ def gather(text: str) -> list[str]:
 
 
 def gather_later(numbers: Sequence[float]) -> Callable[[], Any]:
-    """Starts to gather equally many numbers from each process. Returns a reader of the array [processes, numbers].
+    """Starts to gather numbers, equally many from each process. Returns a function that returns the result.
 
-    The devices do this after already dispatched work, so the call does not wait. Read the result after a later step.
+    The result is an array [processes, numbers]. This call does not wait, because the devices gather the numbers after
+    work that is already dispatched. Call the returned function after a later step; it waits for the result.
     """
     import jax
     import numpy as np
@@ -144,7 +147,7 @@ def _same(x: Any) -> Any:
 def lost_process(error: BaseException | None) -> bool:
     """Returns whether `error`, or one of its causes, means that another process of this run ended or does not respond.
 
-    JAX and Orbax raise errors of several types for this; only the errors' texts identify it.
+    JAX and Orbax raise errors of several types in this case, so it is recognized by the errors' texts.
     """
     seen: list[BaseException] = []  # a chain of errors may be circular
     while error is not None and error not in seen and _count() > 1:

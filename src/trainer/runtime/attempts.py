@@ -1,4 +1,4 @@
-"""Requests to file systems on other machines, through fsspec: the packages, time limits, and repeated attempts."""
+"""Requests to remote file systems through fsspec, with time limits and retries."""
 
 import contextlib
 import functools
@@ -19,12 +19,12 @@ from trainer.config.words import visible
 T = TypeVar("T")
 
 TRIES, SECONDS = 8, 60.0  # attempts for each request, and the time limit of one attempt
-LISTING = 1800.0  # seconds for listing the files of a pattern
-FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds between attempts; doubled after each
-_PASSING = (408, 412, 425, 429, 500, 502, 503, 504)  # HTTP statuses that another attempt may not get
-# The classes of errors of a connection that are not errors of the system, in aiohttp, httpx, botocore and google.auth.
+LISTING = 1800.0  # time limit in seconds for listing a folder
+FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds between attempts; doubled after each attempt
+_PASSING = (408, 412, 425, 429, 500, 502, 503, 504)  # HTTP statuses after which a retry may succeed
+# Names of connection errors in aiohttp, httpx, botocore and google.auth that are not subclasses of OSError.
 _BROKEN = {"ClientConnectionError", "ClientPayloadError", "TransportError", "HTTPClientError", "ConnectionError"}
-_OFFLINE, _OURS = "HF_HUB_OFFLINE", "TRAINER_TURNED_HUB_OFF"  # environment variables; children inherit both
+_OFFLINE, _OURS = "HF_HUB_OFFLINE", "TRAINER_TURNED_HUB_OFF"  # environment variables, inherited by child processes
 COPY = "copy the file to this machine"  # the end of messages
 
 
@@ -34,7 +34,10 @@ def is_http(url: str) -> bool:
 
 
 def system_of(url: str) -> tuple[Any, str]:
-    """Returns the file system of a URL, and the path in it. Raises UserError if the scheme or a package is missing."""
+    """Returns the file system of a URL, and the path in that file system.
+
+    Raises UserError if the URL is invalid, a package is missing, or HF_HUB_OFFLINE forbids requests to the hub.
+    """
     if problem := url_problem(url):
         raise UserError(f"{shortened(url)}: {problem}")
     scheme = url.partition("://")[0]
@@ -50,19 +53,19 @@ def system_of(url: str) -> tuple[Any, str]:
     except ImportError as error:
         raise UserError(f"{url}: a package is missing: pip install 'trainer[{EXTRAS[scheme]}]'") from error
     if scheme in ("http", "https"):
-        return system, quote(url, safe="%/:=&?~#+!$,;'@()*[]")  # escapes that are there stay
+        return system, quote(url, safe="%/:=&?~#+!$,;'@()*[]")  # keeps existing percent escapes
     return system, system._strip_protocol(url)
 
 
 def turn_hub_off() -> None:
-    """Keeps packages that ask the hub by themselves from doing so. Data at hf:// are still read."""
+    """Prevents packages from sending requests to the Hugging Face hub. Data at hf:// can still be read."""
     if _OFFLINE not in os.environ:
         os.environ[_OFFLINE] = os.environ[_OURS] = "1"
 
 
 @functools.cache
 def _opened(scheme: str) -> Any:
-    """Returns the file system. fsspec would make one for each thread, and each would connect again."""
+    """Returns the file system, one for all threads. fsspec would create one per thread, each with new connections."""
     import fsspec
 
     if scheme != "http":
@@ -81,7 +84,7 @@ os.register_at_fork(after_in_child=_opened.cache_clear)
 
 
 def call(system: Any, method: str, *arguments: Any, limit: float | None = None, **options: Any) -> Any:
-    """Calls a method of a file system, within `limit` seconds if the system allows it. Default: SECONDS."""
+    """Calls a method of a file system. The time limit `limit` (default: SECONDS) applies only to async file systems."""
     if not system.async_impl:
         return getattr(system, method)(*arguments, **options)
     from fsspec.asyn import sync
@@ -92,7 +95,7 @@ def call(system: Any, method: str, *arguments: Any, limit: float | None = None, 
 def ranged(system: Any, url: str, start: int, stop: int, size: int, headers: Mapping[str, str]) -> bytes:
     """Returns the bytes [start, stop) of a file of `size` bytes on a web server.
 
-    Raises UserError, before the answer is read, if the server does not answer with ranges.
+    Raises UserError, before reading the content, if the server does not support range requests.
     """
 
     async def request() -> bytes:
@@ -101,7 +104,7 @@ def ranged(system: Any, url: str, start: int, stop: int, size: int, headers: Map
         async with session.get(system.encode_url(url), headers=given) as answer:
             system._raise_not_found_for_status(answer, url)
             if answer.status != 206 and (start, stop) != (0, size):
-                raise UserError(f"{without_secrets(url)}: the server does not answer with ranges of a file; {COPY}")
+                raise UserError(f"{without_secrets(url)}: the server does not support range requests; {COPY}")
             return await answer.read()
 
     from fsspec.asyn import sync
@@ -110,10 +113,10 @@ def ranged(system: Any, url: str, start: int, stop: int, size: int, headers: Map
 
 
 def patiently(url: str, call: Callable[[], T]) -> T:
-    """Returns `call()`. Repeats it after an error that may pass, at most TRIES times, and waits longer each time.
+    """Returns `call()`. Retries after transient errors, up to TRIES attempts in total, with increasing waits.
 
     Raises:
-      UserError: the last reason, or a reason that will not pass.
+      UserError: the last attempt failed, or an error is not transient.
     """
     tried, url = 0, without_secrets(url)
     while True:
@@ -139,9 +142,9 @@ def patiently(url: str, call: Callable[[], T]) -> T:
 
 
 def _reason(error: BaseException) -> tuple[str, bool]:
-    """Returns why a request failed, in words that follow the URL, and whether another attempt may succeed."""
+    """Returns why a request failed, as words to put after the URL, and whether another attempt may succeed."""
     if isinstance(error, FileNotFoundError) and error.__cause__ is not None:
-        return _reason(error.__cause__)  # fsspec reports all errors of a look-up in this way
+        return _reason(error.__cause__)  # fsspec turns every look-up error into FileNotFoundError
     status = status_of(error)
     if status in _PASSING:
         return f"answers {status}", True
@@ -161,19 +164,19 @@ def _reason(error: BaseException) -> tuple[str, bool]:
 
 
 def status_of(error: BaseException) -> int | None:
-    """Returns the HTTP status of an error of any of the file systems."""
+    """Returns the HTTP status of an error from any of the file systems; None if it has none."""
     answer = getattr(error, "response", None)
     if isinstance(answer, Mapping):  # botocore
         return answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
     found = getattr(error, "status", None) or getattr(answer, "status_code", None) or getattr(error, "code", None)
     if isinstance(found, int | str) and str(found).isdecimal():
         return int(found)
-    # s3fs raises errors of the system for those of botocore.
+    # s3fs replaces botocore's errors with OSErrors.
     return status_of(error.__cause__) if isinstance(error, OSError) and error.__cause__ is not None else None
 
 
 def later(call: Callable[..., T], *arguments: Any) -> "Future[T]":
-    """Calls a function in a thread that does not keep the process alive."""
+    """Calls a function in a daemon thread. Returns its future result."""
     future: Future[T] = Future()
 
     def run() -> None:

@@ -1,4 +1,7 @@
-"""Finds the number of processes, this process's index and the coordinator's address, from keys or the environment."""
+"""Determines the number of processes, this process's index and the coordinator's address.
+
+They come from configuration keys or environment variables.
+"""
 
 import importlib.util
 from collections.abc import Mapping
@@ -8,13 +11,13 @@ from trainer.config.errors import UserError
 from trainer.config.keys import Config
 from trainer.runtime.platforms import has_tpu
 
-# The port if the environment gives none. MaxText's launchers give a port only for GPUs.
+# The default port. MaxText's launchers set a port only for GPUs.
 _PORT = "1234"
 _SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
 
 
 class Cluster(NamedTuple):
-    """Arguments of `jax.distributed.initialize`. JAX determines the fields that are None, with `method`."""
+    """Arguments of `jax.distributed.initialize`. JAX uses `method` to determine the fields that are None."""
 
     source: str  # the origin of the values, for messages
     method: str | None  # JAX's cluster_detection_method; None: JAX tries all of its methods
@@ -26,11 +29,11 @@ class Cluster(NamedTuple):
 def find_cluster(config: Config, environ: Mapping[str, str]) -> Cluster | None:
     """Returns the cluster to which this process belongs; None for a single process.
 
-    Imports nothing and sends no requests. Uses the first that applies: skip_jax_distributed_system, the keys, MaxText's
-    variables, Slurm, MPI, TPU, Kubernetes.
+    Imports no packages and sends no requests. Checks these sources and uses the first that applies:
+    skip_jax_distributed_system, the keys, MaxText's variables, Slurm, MPI, TPU, Kubernetes.
 
     Raises:
-      UserError: a set of variables is incomplete, or a variable is not a number as required.
+      UserError: variables are missing or not numbers, or the package for Kubernetes is missing.
     """
     if config.skip_jax_distributed_system:
         return None
@@ -84,7 +87,7 @@ def _tpu(environ: Mapping[str, str]) -> Cluster | None:
     [slices] = _numbers(environ, ["MEGASCALE_NUM_SLICES"], "Megascale") if environ.get("MEGASCALE_NUM_SLICES") else [1]
     if "," in hosts or slices > 1:
         return Cluster("the TPU's environment", None)
-    # A TPU VM of Compute Engine sets no such variables; JAX asks its metadata server.
+    # A Compute Engine TPU VM does not set these variables; JAX queries its metadata server.
     wanted = "tpu" in (environ.get("JAX_PLATFORMS") or "tpu").split(",")
     query = wanted and not hosts and "TPU_SKIP_MDS_QUERY" not in environ
     if query and has_tpu() and importlib.util.find_spec("libtpu") is not None:

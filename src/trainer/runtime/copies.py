@@ -1,4 +1,4 @@
-"""A folder of bounded size with copies of remote files. The least recently used copies make room for others."""
+"""A size-limited folder of local copies of remote files. The least recently used copies are removed first."""
 
 import contextlib
 import fcntl
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from trainer.runtime.remote import RemoteFile
 
 
-_ENDS = 1 << 16  # bytes at each end of a file, to identify its content
+_ENDS = 1 << 16  # bytes at each end of a file that are hashed to identify its content
 
 
 @dataclass(frozen=True)
 class Copies:
-    """The copies in `folder`, of at most `most` bytes in total. Several processes may use it."""
+    """A folder of copies, of at most `most` bytes in total. Several processes may use it at once."""
 
     folder: Path
     most: int
 
     def open(self, file: "RemoteFile") -> io.FileIO:
-        """Opens the copy of `file`, and makes it first if necessary. A copy is not removed while it is open.
+        """Opens the copy of `file`, and creates it first if necessary. A copy is not removed while it is open.
 
         Raises UserError if the copy does not fit or cannot be written.
         """
@@ -53,7 +53,7 @@ class Copies:
                     with part.open("wb") as copy:
                         for block in file.blocks(0, file.size):
                             copy.write(block)
-                    os.utime(part, ns=(time.time_ns(), 0))  # equal for equal copies, because `datasets` reads this time
+                    os.utime(part, ns=(time.time_ns(), 0))  # mtime 0: `datasets` compares it
                     part.replace(path)
                 finally:
                     part.unlink(missing_ok=True)
@@ -67,7 +67,7 @@ class Copies:
             ) from error
 
     def check(self, file: "RemoteFile") -> None:
-        """Raises UserError if the bound does not allow a copy of `file`, whatever else is there."""
+        """Raises UserError if `file` alone is larger than the limit `most`."""
         if file.size > self.most:
             raise UserError(
                 f"{file} cannot be read by ranges, and has {sized(file.size)}, but copies of remote files may take "
@@ -76,7 +76,7 @@ class Copies:
 
     def _make_room(self, file: "RemoteFile") -> None:
         """Removes the least recently used copies until `file` fits. The caller has the lock."""
-        (self.folder / ".part").unlink(missing_ok=True)  # of a process that was killed
+        (self.folder / ".part").unlink(missing_ok=True)  # left by a killed process
         sizes = {path: path.stat() for path in self.folder.glob("*/*")}
         total = sum(stat.st_size for stat in sizes.values())
         for path in sorted(sizes, key=lambda path: sizes[path].st_atime_ns):
@@ -86,9 +86,9 @@ class Copies:
                 try:
                     fcntl.flock(copy, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
-                    continue  # somebody reads it
+                    continue  # another process is reading it
                 path.unlink()
-            with contextlib.suppress(OSError):  # on NFS, a file that somebody has open stays
+            with contextlib.suppress(OSError):  # on NFS, an unlinked file remains while it is open elsewhere
                 path.parent.rmdir()
             total -= sizes[path].st_size
         if total + file.size > self.most:
@@ -99,14 +99,14 @@ class Copies:
 
 
 class _Copy(io.FileIO):
-    """A file that is closed without a warning when nothing refers to it."""
+    """A file that is closed without a ResourceWarning when it is garbage-collected."""
 
     def __del__(self) -> None:
         self.close()
 
 
 def _opened(path: Path, size: int) -> io.FileIO | None:
-    """Opens a copy, and keeps others from removing it; None if it is not there."""
+    """Opens a copy, with a lock that prevents its removal; None if it does not exist or is incomplete."""
     try:
         copy = _Copy(str(path))
     except FileNotFoundError:
@@ -116,6 +116,6 @@ def _opened(path: Path, size: int) -> io.FileIO | None:
     if not stat.st_nlink or stat.st_size != size:
         copy.close()
         return None
-    with contextlib.suppress(OSError):  # another user's
+    with contextlib.suppress(OSError):  # the file of another user
         os.utime(path, ns=(time.time_ns(), stat.st_mtime_ns))
     return copy

@@ -4,7 +4,7 @@
 def masked_crc32c(data: bytes) -> int:
     """Returns the CRC-32C of `data`, masked as in TFRecord files.
 
-    https://github.com/tensorflow/tensorflow/blob/master/tensorflow/core/lib/hash/crc32c.h
+    Source: https://github.com/tensorflow/tensorflow/blob/master/tensorflow/core/lib/hash/crc32c.h
     """
     import google_crc32c
 

@@ -1,4 +1,4 @@
-"""Several processes as one run: how they connect and how they end."""
+"""Connects several processes into one run, and ends them together."""
 
 import contextlib
 import functools
@@ -17,11 +17,11 @@ from trainer.runtime.agreement import AgreedError, agreed, lost_process
 from trainer.runtime.cluster import Cluster, find_cluster
 from trainer.runtime.platforms import add_threads_for_simulated_devices, leave_out_absent_tpu
 
-_LATER = 60  # seconds that JAX waits longer for other processes than this module: JAX would abort
-_TELLING = "jax_distributed_initialization_timeout=60"  # for a process that will end with an error
+_LATER = 60  # seconds added to JAX's timeout, because this module must time out first: JAX would abort
+_TELLING = "jax_distributed_initialization_timeout=60"  # for a process that connects only to report its error
 _REMEDY = (
-    ": look for an error in the output of each, start all of them, and check that they can reach the address of "
-    "process 0; or set skip_jax_distributed_system=true to train with this process only"
+    ": look for an error in the output of each process, start all processes, and check that they can reach the address "
+    "of process 0; or set skip_jax_distributed_system=true to train with this process only"
 )
 _ENDED = (
     "another process of this run ended or no longer answers: look for the cause in the output of the others; the same "
@@ -33,12 +33,12 @@ _ENDED = (
 def distributed(config: Config) -> Iterator[None]:
     """Runs the body within `jax.distributed` if this process is one of several. Enter before the first use of a device.
 
-    Events that end all processes alike (the end of the run, SIGTERM, an `AgreedError`, `RunStopped`) pass through. Any
-    other exception is local to this process. It is reported, and the process exits immediately, without waiting for
-    other processes. The exit also ends the other processes.
+    Exceptions that end all processes at the same point (`AgreedError`, `RunStopped`, SystemExit) pass through. Any
+    other exception is local to this process: it is reported, and the process exits immediately, without waiting for the
+    others. This exit also ends the other processes.
 
     Raises:
-      UserError: see `find_cluster`; or the other processes did not connect in time.
+      UserError: see `find_cluster`; or the connection to the other processes failed.
     """
     cluster = find_cluster(config, os.environ)
     if cluster is None:
@@ -59,10 +59,10 @@ def distributed(config: Config) -> Iterator[None]:
 
 @contextlib.contextmanager
 def told_to_others(words: Sequence[str]) -> Iterator[None]:
-    """Reads the command line `words`. If this fails in one of several processes, all of them end with its message.
+    """A context for reading the command line `words`. A UserError in one of several processes ends all of them.
 
-    The process nevertheless connects to the others, which learn of the error in their first call of `agreed`. This must
-    be their first agreement.
+    The failed process reports the error and connects to the others nevertheless, so that their first call of `agreed`
+    raises its error. That call must be their first use of the module `agreement`.
     """
     try:
         yield

@@ -1,7 +1,7 @@
-"""Handles folders given to a command. They are untrusted, because they may come from someone else.
+"""Safe access to folders that are given to a command. They are untrusted, because they may come from someone else.
 
-A link in such a folder could make a command read, publish or overwrite any of the user's files. A pipe or a device
-could make it wait forever. Checks come before the first read, and nothing is written through a link.
+A symbolic link in an untrusted folder could make a command read, publish or overwrite any of the user's files. A pipe
+or a device could block the command forever. So a folder is checked before it is read, and writes do not follow links.
 """
 
 import os
@@ -24,11 +24,11 @@ def check_folder(folder: Any, names: Iterable[str] = (".",)) -> None:
     In a snapshot of Hugging Face's cache (models--NAME/snapshots/REVISION), links may lead to the cache's blobs.
 
     Args:
-      folder: a bucket's folder passes, because buckets have no links.
-      names: the paths in `folder` to check, including all contents of folders; absent paths pass.
+      folder: the folder; one in a bucket is always accepted, because buckets have no links.
+      names: the paths in `folder` to check, recursively; paths that do not exist are ignored.
 
     Raises:
-      UserError: names the first link or file that is refused.
+      UserError: a link or file is not allowed; the message names it.
     """
     if is_remote(folder):
         return
@@ -42,8 +42,8 @@ def check_folder(folder: Any, names: Iterable[str] = (".",)) -> None:
         real = os.path.realpath(path)
         if not any(Path(real).is_relative_to(root) for root in roots):
             raise UserError(
-                f"{path} leads out of {folder}, to {real}: such a link is not followed; replace it by a copy of what "
-                f"it leads to, or give that {'folder' if os.path.isdir(real) else 'file'} itself"
+                f"{path} leads out of {folder}, to {real}: such a link is not followed; replace it by a copy of its "
+                f"target, or give the target {'folder' if os.path.isdir(real) else 'file'} itself"
             )
         try:
             mode = os.lstat(real).st_mode
@@ -79,7 +79,9 @@ def _to_check(path: Path) -> list[Path]:
 
 
 def read_bounded(path: Any, most: int = FILE_BYTES) -> bytes:
-    """Returns the content of a file of at most `most` bytes. A sparse file can be small on disk but fill memory.
+    """Returns the content of a file of at most `most` bytes.
+
+    The limit also protects against sparse files, which are small on disk but would fill memory.
 
     Raises:
       UserError: the file is larger.
@@ -93,18 +95,21 @@ def read_bounded(path: Any, most: int = FILE_BYTES) -> bytes:
 
 
 def appended(path: Path) -> Any:
-    """Opens a file for appending bytes, unbuffered, and not through a link. Raises OSError if this is not possible."""
+    """Opens a file for appending bytes, unbuffered. Raises OSError if that fails or the file is a link."""
     return os.fdopen(not_through_a_link(str(path), os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab", buffering=0)
 
 
 def not_through_a_link(path: str, flags: int) -> int:
-    """An `opener` for `open` that neither follows links nor waits for pipes."""
+    """An `opener` for `open` that neither follows links nor blocks on pipes."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
 def unfinished(folder: Any) -> list[Any]:
-    """Returns the files left in a folder by processes that were killed in `replace_file`, except for processes that
-    still run on this machine. Processes of other machines must not write there now."""
+    """Returns the temporary files in a folder whose writers were killed in `replace_file`.
+
+    Leaves out files of processes that still run on this machine. Call it only while no other machine writes to the
+    folder, because its processes cannot be checked.
+    """
     found = [(path, _UNFINISHED.fullmatch(path.name)) for path in entries(folder)]
     return [path for path, name in found if name and not path.is_dir() and not lives(int(name[1]))]
 
@@ -121,12 +126,14 @@ def lives(number: int) -> bool:
 
 
 def replace_file(path: Path, data: str | bytes) -> None:
-    """Writes `data` to a file next to `path`, and renames it to `path`, even over a link. An error leaves nothing.
+    """Writes `data` to a temporary file next to `path`, and renames it to `path`. Replaces a link at `path`.
+
+    After an error, removes the temporary file.
 
     Raises:
       OSError: the file cannot be written.
     """
-    # Other processes may write the same file. A name of 255 bytes leaves no room for a suffix.
+    # The process id separates concurrent writers. The name is shortened to keep it within 255 bytes.
     temporary = path.with_name(f"{path.name[:60]}.{os.getpid()}.tmp")
     temporary.unlink(missing_ok=True)  # left by a killed process with the same id
     try:

@@ -1,18 +1,18 @@
-"""The lease of a run: a file in the run's folder identifies the process that owns the run, for all machines.
+"""The lease of a run: a file in the run's folder that tells all machines which process owns the run.
 
-On one machine the lock decides (`lock`): the system releases it when its process ends. Buckets have no locks, and locks
-of many network file systems do not reach other machines. So the owner also writes its identity to the file, and renews
-it with a counter.
+On one machine, a file lock suffices (module `lock`): the system releases it when its process ends. But buckets have no
+locks, and the locks of many network file systems do not reach other machines. So the owner also writes its identity and
+a counter to the lease file, and renews the lease by incrementing the counter.
 
-The clocks of two machines are never compared. A launch that finds another machine's lease polls the lease until it
-changes, and takes it if it stays the same for `_LOST` seconds on the launch's clock. File times would decide at once,
-but they may come from another client's clock or from a cache. A lease is taken at once from an earlier start of the
-same job, and from an owner on this machine that has ended.
+The clocks of two machines are never compared. A process that finds another machine's lease polls it. If the lease does
+not change for `_LOST` seconds on the polling process's clock, that process takes the lease. The file's modification
+time would need no polling, but it may come from another machine's clock or from a cache. Two kinds of leases are taken
+immediately: one from an earlier start of the same job, and one whose owner ran on this machine and has ended.
 
-Neither folders nor buckets support a write that fails if the file has changed. The last writer owns the run. Each owner
-reads the file again before it first writes into the folder, at each renewal, every log_period updates, before each
-checkpoint and just before its commit, and ends if the file names another process. Two owners can write for a short time
-only if one of them pauses between reading and writing; this lasts until one update after its next renewal.
+No conditional write is available in both folders and buckets, so the last writer owns the run. Each owner rereads the
+file before it first writes to the folder, at each renewal, every log_period updates, before each checkpoint and just
+before its commit. It ends if the file names another process. Two owners can write at the same time only if one of them
+pauses between reading and writing, and at most until one update after its next renewal.
 """
 
 import contextlib
@@ -33,16 +33,16 @@ from trainer.runtime.folders import lives, replace_file
 from trainer.runtime.storage import is_remote, read_now
 
 LEASE_FILE = ".lease"
-_RENEWED, _LOST, _LOOK = 15.0, 60.0, 1.0  # seconds between renewals, until a lease is lost, between polls
-_BYTES = 10_000
-_ANY = Exception  # bucket clients raise exceptions of any type; a lease survives a failed read or write of the file
+_RENEWED, _LOST, _LOOK = 15.0, 60.0, 1.0  # seconds: renewal interval, lifetime of an unrenewed lease, poll interval
+_BYTES = 10_000  # the maximum size of the file
+_ANY = Exception  # bucket clients raise errors of any type; one failed read or write does not end a lease
 
 
 class Lease:
-    """A run that this process owns, from `take` to `close`. A thread renews the file."""
+    """This process's ownership of a run, from `take` to `close`. A thread renews the lease file."""
 
     def __init__(self, folder: Any, lock: IO[bytes], owner: Mapping[str, Any], say: Callable[[str], None]):
-        """Writes the file. Raises OSError if this is not possible. `lock`: the folder's, closed with the lease."""
+        """Writes the lease file. Raises OSError if that fails. `lock`: the folder's lock, released with the lease."""
         self._file, self._lock, self._owner, self._renewals = folder / LEASE_FILE, lock, owner, 0
         self._using, self._ended, self._other = threading.Lock(), threading.Event(), ""
         self._say, self._written, self._warned = say, 0.0, False
@@ -50,19 +50,19 @@ class Lease:
         threading.Thread(target=self._renew, args=(_RENEWED,), daemon=True).start()
 
     def check(self, look: bool = True) -> None:
-        """Raises UserError if another process has taken the run, according to the file now or at the last `look`."""
+        """Raises UserError if another process has taken over the run. With `look`, rereads the lease file first."""
         if look:
             with self._using, contextlib.suppress(_ANY):
                 self._look()
         if self._other:
             raise UserError(
-                f"{self._file.parent}: {self._other}; this process ends, and what it has not saved is lost. Give each "
-                "command that runs at the same time its own run_name"
+                f"{self._file.parent}: {self._other}; this process ends, and its unsaved progress is lost. Give each "
+                "concurrent command a different run_name"
             )
 
     @property
     def lost(self) -> bool:
-        """Whether another process has taken the run, as far as this process knows."""
+        """Whether another process had taken over the run when the lease file was last read."""
         return bool(self._other)
 
     def close(self) -> None:
@@ -105,10 +105,11 @@ class Lease:
 
 
 def take(folder: Any, lock: IO[bytes], say: Callable[[str], None]) -> Lease | None:
-    """Takes the lease of the run in `folder`; None if its owner lives. May wait up to 60 s to find out; reports this.
+    """Takes the lease of the run in `folder`. Returns None if its owner is alive, which may take up to 60 s to detect.
 
     Args:
-      lock: the folder's lock, which this process holds. It is closed with the lease; without a lease, at once.
+      lock: the folder's lock, held by this process. It is released with the lease, or immediately if None is returned.
+      say: gets messages about waiting and failed renewals.
 
     Raises:
       OSError: the file cannot be read or written.
@@ -124,7 +125,10 @@ def take(folder: Any, lock: IO[bytes], say: Callable[[str], None]) -> Lease | No
 
 
 def is_held(folder: Any, say: Callable[[str], None]) -> bool:
-    """Returns whether the owner of the run in `folder` lives, other than as an earlier start of the job; see `take`."""
+    """Returns whether another process owns the run in `folder` and is alive. May wait up to 60 s to detect this.
+
+    An earlier start of this process's job does not count as an owner.
+    """
     file, me = folder / LEASE_FILE, _owner()
     found = _found(file)
     if not found or (me["job"] and me["job"] == found.get("job") and me["start"] > found.get("start", 0)):
@@ -141,14 +145,14 @@ def is_held(folder: Any, say: Callable[[str], None]) -> bool:
             if now and now != found:
                 return True
             missing = 0 if now else missing + 1
-            if missing > 1:  # missing once: perhaps between two writes
+            if missing > 1:  # a single miss may fall between two writes
                 return False
     say(f"it has not renewed its lease for {_LOST:.0f} s: this process takes it over")
     return False
 
 
 def owner_of(folder: Any) -> str:
-    """Returns who owns the run in `folder`, for messages."""
+    """Returns a description of the owner of the run in `folder`, for messages."""
     return _said(_found(folder / LEASE_FILE))
 
 
@@ -164,8 +168,8 @@ def _owner() -> dict[str, Any]:
 
 
 def _place() -> str:
-    """Returns an identifier of this machine and container. Process ids are comparable only within one place: machines
-    may have the same name."""
+    """Returns an identifier of this machine and container, within which process ids are unique. Host names would not
+    suffice, because machines may share a name."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -174,8 +178,10 @@ def _place() -> str:
 
 
 def _job(environ: Mapping[str, str]) -> tuple[str, int]:
-    """Returns the job's name, which a launch and its restarts share, and the number of earlier starts; ("", 0) if the
-    environment has neither."""
+    """Returns the name of the job, which a launch and its restarts share, and the number of earlier starts.
+
+    Returns ("", 0) if the environment names no job.
+    """
     if environ.get("TRAINER_JOB"):
         name, starts = environ["TRAINER_JOB"], environ.get("TRAINER_RESTARTS", "")
     elif environ.get("SLURM_JOB_ID"):
@@ -186,12 +192,12 @@ def _job(environ: Mapping[str, str]) -> tuple[str, int]:
 
 
 def _now() -> float:
-    """Returns the time in seconds of a clock that also runs while the machine sleeps."""
+    """Returns the time in seconds, from a clock that also advances while the machine is suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.time()
 
 
 def _found(file: Any) -> dict[str, Any]:
-    """Returns the content of the file; {} if there is none."""
+    """Returns the content of the lease file; {} if it does not exist."""
     try:
         data = read_now(file, _BYTES)
     except (FileNotFoundError, NotADirectoryError):
@@ -199,7 +205,7 @@ def _found(file: Any) -> dict[str, Any]:
     with contextlib.suppress(ValueError):
         if isinstance(found := parsed(data), dict) and found:
             return found
-    return {"id": repr(data)}  # unknown writer, or truncated: a lease that does not change is lost in any case
+    return {"id": repr(data)}  # invalid or truncated; it still counts as a lease until it stops changing
 
 
 def _said(found: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""A lock on a folder, which only one process can hold: a file in the folder or next to it."""
+"""File locks, by which a single process locks a folder."""
 
 import fcntl
 from pathlib import Path
@@ -10,15 +10,15 @@ LOCK_FILE = ".lock"
 
 
 def lock(folder: Path) -> IO[bytes] | None:
-    """Locks the folder for this process by a file in it; see `lock_file`."""
+    """Locks the folder for this process with a lock file in it; see `lock_file`."""
     return lock_file(folder / LOCK_FILE)
 
 
 def lock_file(path: Path, *, wait: bool = False) -> IO[bytes] | None:
     """Locks the file for this process, until the returned file is closed or the process ends.
 
-    Returns None if another live process holds the lock; with `wait`, waits for that process. The file is never deleted,
-    because this would let two processes in.
+    If another live process holds the lock, returns None or, with `wait`, waits for that process. The lock file is never
+    deleted, because two processes could then lock different files of the same name.
     """
     file = appended(path)
     try:
@@ -30,7 +30,7 @@ def lock_file(path: Path, *, wait: bool = False) -> IO[bytes] | None:
 
 
 def is_locked(folder: Path) -> bool:
-    """Returns whether a live process holds the lock of the folder, which may not exist. Changes nothing."""
+    """Returns whether a live process holds the lock of the folder; False if the folder does not exist."""
     try:
         with open(folder / LOCK_FILE, encoding="utf-8", opener=not_through_a_link) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""A folder or file that a command writes: it appears only when it is complete."""
+"""Output folders and files of commands, which appear under their final name only when they are complete."""
 
 import contextlib
 import os
@@ -29,11 +29,11 @@ def not_a_new_file(path: Path) -> str | None:
 
 
 def path_mistakes(paths: Sequence[str], named: Collection[str], *, file: bool = False) -> list[str]:
-    """Returns what is wrong with `paths`, a command's first two arguments: FROM, and OUT, a new or empty folder.
+    """Returns the errors in `paths`, the first two arguments of a command: FROM and OUT.
 
     Args:
-      named: the names of other arguments, NAME=VALUE. One of them may be in the place of a missing path.
-      file: whether OUT is a new file.
+      named: the names of the command's NAME=VALUE arguments, to detect one given in place of a path.
+      file: whether OUT must be a new file; otherwise, it must be a new or empty folder.
     """
     if len(paths) != 2 or any("=" in path and path.partition("=")[0] in named for path in paths):
         return ["the first two arguments are FROM and OUT"]
@@ -47,10 +47,10 @@ def path_mistakes(paths: Sequence[str], named: Collection[str], *, file: bool = 
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Yields an empty folder next to `path`, and renames it to `path` at the end. An error removes the folder.
+    """Yields an empty folder next to `path`, and renames it to `path` at the end. After an error, removes it.
 
     Raises:
-      UserError: it cannot be created.
+      UserError: the folder cannot be created.
     """
     partial = path.with_name(f"{path.name}.incomplete-{os.getpid()}")
     with closed_at_interrupt(lambda: _discard(partial)):
@@ -64,7 +64,9 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """Yields the path of a file next to `path`. At the end, syncs and renames it to `path`; after an error, removes it.
+    """Yields the path of a temporary file next to `path`, for the caller to write.
+
+    At the end, syncs the file and renames it to `path`. After an error, removes it.
 
     Raises:
       UserError: the file's folder cannot be created.

@@ -11,17 +11,17 @@ from trainer.config.errors import UserError
 
 
 def share_of_rows(sharding: NamedSharding, rows: int) -> dict[str, int]:
-    """Returns the part of each batch of `rows` rows that this process loads, as arguments for the data package.
+    """Returns which part of each batch of `rows` rows this process loads, as keyword arguments for the data package.
 
-    Processes whose devices need the same rows, for example those of one tensor-parallel group, load the same part.
+    Processes whose devices need the same rows, for example in one tensor-parallel group, load the same part.
 
     Args:
       sharding: the sharding of an array [rows].
 
     Returns:
       process_index and process_count: the index of this process's part, and the number of equally large parts. The rows
-      of a part need not be contiguous in the batch, because the mesh follows the physical network. Each row carries its
-      own index.
+      of a part need not be contiguous in the batch, because the mesh follows the physical network. The batch field
+      `row` contains each row's index.
 
     Raises:
       UserError: the parts that the mesh assigns to processes overlap or differ in size.
@@ -44,8 +44,12 @@ def share_of_rows(sharding: NamedSharding, rows: int) -> dict[str, int]:
 def place(
     batch: Mapping[str, np.ndarray], shardings: Mapping[str, NamedSharding], rows: int | None = None
 ) -> dict[str, jax.Array]:
-    """Transfers those arrays of a batch that have a sharding. Each process passes its `share_of_rows`. `rows`: the
-    number of rows of the global batch; None if this process passes all rows."""
+    """Transfers the arrays of a batch that are named in `shardings` to the devices.
+
+    Args:
+      batch: the rows of this process, see `share_of_rows`.
+      rows: the number of rows of the global batch; None if `batch` contains all rows.
+    """
     with jax.transfer_guard_host_to_device("allow"):  # an intended transfer
         return {name: _place(batch[name], sharding, rows) for name, sharding in shardings.items()}
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from trainer.config.topologies import Topology, find_topology
 
-# Prefix of a JAX plugin's name -> (JAX's platform name, device files; one of them exists if the hardware is present;
-# /dev/dxg is for Windows' Linux).
+# Prefix of a JAX plugin's name -> (JAX's platform name, device files). At least one of the files exists if the hardware
+# is present. /dev/dxg exists on WSL.
 _GPUS = {"xla_cuda": ("cuda", ("/dev/nvidiactl", "/dev/dxg")), "xla_rocm": ("rocm", ("/dev/kfd",))}
 
 _SIMULATED = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
@@ -18,12 +18,12 @@ _THREADS_PER_DEVICE = 4
 
 
 def leave_out_absent_tpu() -> None:
-    """Prevents JAX from starting libtpu without a TPU, or a GPU plugin without a GPU, if these serve only ahead-of-time
-    compilation.
+    """Prevents JAX from starting libtpu without a TPU, or a GPU plugin without a GPU.
 
-    JAX starts every platform whose library is installed. Without a TPU, libtpu then prints warnings and holds a lock
-    file that makes a second process fail; without a GPU, a plugin prints a traceback. This function changes nothing if
-    JAX_PLATFORMS is set, if there is a TPU, or if an unknown plugin is installed.
+    Such packages may be installed for ahead-of-time compilation only, but JAX starts every installed platform. Without
+    a TPU, libtpu then prints warnings and holds a lock file that makes a second process fail; without a GPU, a plugin
+    prints a traceback. This function changes nothing if JAX_PLATFORMS is set, if there is a TPU, or if an unknown
+    plugin is installed.
     """
     if os.environ.get("JAX_PLATFORMS") or has_tpu():
         return
@@ -40,9 +40,9 @@ def leave_out_absent_tpu() -> None:
 
 
 def prepare_compile_only_tpu() -> None:
-    """Lets libtpu compile without a TPU, in several processes at a time, and without its warnings.
+    """Sets environment variables so that libtpu can compile without a TPU, in several processes, and without warnings.
 
-    Call it before libtpu is loaded. The variables describe a placeholder machine.
+    Call it before libtpu is loaded. The variables describe a placeholder TPU machine.
     """
     os.environ["JAX_PLATFORMS"] = "cpu"  # overrides the user's value: nothing runs on a TPU
     for name, value in (
@@ -64,25 +64,25 @@ def prepare_to_compile(topology: str) -> None:
 
 
 def simulate_cpu_devices(count: int) -> None:
-    """Makes `count` devices of this machine's CPU. Keeps other XLA_FLAGS, and overrides an earlier device count."""
+    """Makes JAX simulate `count` devices on the CPU. Keeps other XLA_FLAGS, and overrides an earlier device count."""
     flag = f"--xla_force_host_platform_device_count={count}"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()  # the last one counts
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()  # the last flag wins
 
 
 def add_threads_for_simulated_devices() -> None:
     """Gives XLA several threads per simulated device, so that the devices' collectives cannot block each other forever.
 
     A device that waits in a collective blocks a thread, and on a small machine XLA has one thread per device. XLA may
-    run a collective in a branch of a conditional at the same time as one outside of the branch. Then one device waits
-    on two threads, and another device, which is needed for both collectives, gets no thread. XLA reads the number of
-    threads from NPROC; a value that is already set is kept. See docs/decisions/0019-threads.md.
+    run a collective in a branch of a conditional at the same time as one outside of the branch. One device can then
+    block two threads, so that another device, for which both collectives wait, gets no thread. XLA reads the number of
+    threads from NPROC; this function does not override it. See docs/decisions/0019-threads.md.
     """
     if counts := _SIMULATED.findall(os.environ.get("XLA_FLAGS", "")):
         os.environ.setdefault("NPROC", str(max(_THREADS_PER_DEVICE * int(counts[-1]), os.cpu_count() or 1)))
 
 
 def _plugins() -> set[str]:
-    """Returns the names of the installed JAX plugins, which are discovered as in JAX."""
+    """Returns the names of the installed JAX plugins, which are discovered in the same way as in JAX."""
     spec = importlib.util.find_spec("jax_plugins")
     folders = list(spec.submodule_search_locations or ()) if spec else []
     entries = metadata.entry_points(group="jax_plugins")
@@ -90,5 +90,5 @@ def _plugins() -> set[str]:
 
 
 def has_tpu() -> bool:
-    """Returns whether the machine has a TPU, that is, one of the two kinds of device files on Cloud TPU machines."""
+    """Returns whether the machine has a TPU, that is, a device file /dev/accelN or /dev/vfio/N, as on Cloud TPU VMs."""
     return any(Path("/dev").glob("accel[0-9]*")) or any(Path("/dev/vfio").glob("[0-9]*"))

@@ -1,4 +1,4 @@
-"""Handles SIGTERM and Ctrl-C as requests to end after the current step, the same step in all processes."""
+"""Handles SIGTERM and Ctrl-C as requests to end after the current step. All processes end after the same step."""
 
 import contextlib
 import ctypes
@@ -15,39 +15,41 @@ NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 
 
 def exit_code(number: int) -> int:
-    """Returns the shell's exit code for a process that was ended by the signal `number`."""
+    """Returns the exit code that a shell reports for a process that was ended by the signal `number`."""
     return 128 + number
 
 
 class Preemption:
-    """A context in which SIGTERM and the first Ctrl-C only request the end of the run. Outside of it, both end a single
-    process immediately; the second Ctrl-C always does.
+    """A context in which SIGTERM and the first Ctrl-C only request the end of the run.
 
-    If Ctrl-C does not have the system's default action, the calling program handles it, and its handling is unchanged.
+    The second Ctrl-C ends the process immediately. If Ctrl-C does not have the system's default action at entry, the
+    calling program handles Ctrl-C, and this context leaves that handling unchanged.
 
-    With several processes, JAX handles SIGTERM after `jax.distributed.initialize`, and a signal to one process is a
-    request to all processes. Ctrl-C is passed on as SIGTERM.
+    With several processes, JAX handles SIGTERM after `jax.distributed.initialize`: a signal to one process is a request
+    to all processes. Ctrl-C is converted to SIGTERM.
 
     Attributes:
       requested: whether the run should end. With several processes, this is the last result of `check`; with a single
         process, it is always current.
-      number: the first signal that requested the end; 0 without one.
+      number: the first signal that requested the end; 0 if there was no signal.
     """
 
     def __init__(self, saves: bool = True) -> None:
-        """`saves`: whether the run saves a checkpoint when it ends, for the message at Ctrl-C."""
+        """`saves`: whether the run saves a checkpoint when it ends, for the message that Ctrl-C prints."""
         import jax
 
         self.requested, self.number = False, 0
         self._alone, self._saves, self._next = jax.process_count() == 1, saves, 1
 
     def check(self, updates: int) -> bool:
-        """Returns whether to end before the next update. All processes call it after each; all get the same answer.
+        """Returns whether to end before the next update. Call it in all processes after each update.
 
-        It is cheap. JAX synchronizes at the largest number that any process has passed, plus one, and only a call with
-        exactly this number returns True. Orbax also passes a number when it saves, which is `updates`, so `updates + 1`
-        is always the next number. The first call passes all numbers from 1: a signal that came while a resumed run
-        started is synchronized at 1.
+        All processes get the same result. The call is cheap.
+
+        JAX chooses a sync point: one more than the largest step number with which any process has called
+        `reached_preemption_sync_point`. Only the call with exactly this number returns True. Orbax also calls it when
+        it saves, with `updates`, so `updates + 1` is always the next number. The first call of `check` passes all
+        numbers from 1, because a signal that arrived while a resumed run started has the sync point 1.
         """
         if not self._alone and not self.requested:
             from jax.experimental.multihost_utils import reached_preemption_sync_point
@@ -95,11 +97,11 @@ def _is_the_systems(number: int) -> bool:
 
 @contextlib.contextmanager
 def ends_at_signals(text: str) -> Iterator[None]:
-    """A context in which SIGTERM and Ctrl-C print their name and `text` and end the process, SIGTERM with its code.
+    """A context in which SIGTERM and Ctrl-C print their name and `text` and end the process immediately.
 
-    It is for compilations, which may take minutes. With some backends, a Python signal handler or an exception would
-    wait for the end of the compilation. So the signal wakes a thread through a file descriptor, and the thread ends the
-    process. With several processes, JAX handles SIGTERM. For another program's Ctrl-C handling see `Preemption`.
+    It is for compilations, which may take minutes. With some backends, a Python signal handler would run only after the
+    compilation. So the signal wakes a thread through a file descriptor, and the thread ends the process. With several
+    processes, JAX handles SIGTERM. As in `Preemption`, a calling program's Ctrl-C handling is unchanged.
     """
     import jax
 
@@ -125,8 +127,8 @@ def _exit_at_signal(received: int, taken: list[signal.Signals], text: str) -> No
         if number[0] in taken:
             try:
                 print(f"{NAMES[signal.Signals(number[0])]}: {text}", flush=True)
-            finally:  # even if nobody reads the output any longer
-                if number[0] == signal.SIGINT:  # by the default action, so that a surrounding loop in a shell also ends
+            finally:  # even if the output is a closed pipe
+                if number[0] == signal.SIGINT:  # by the default action, so that a shell loop around it also ends
                     ctypes.CDLL(None).signal(signal.SIGINT, None)  # Python's function works only in the main thread
                     os.kill(os.getpid(), signal.SIGINT)
                 os._exit(exit_code(number[0]))

@@ -1,6 +1,6 @@
-"""Data files on other machines: found by pattern, and read by ranges through fsspec, with read-ahead and retries.
+"""Remote data files: lookup by glob, and range reads through fsspec, with read-ahead and retries.
 
-A `RemoteFile` has the methods of pathlib.Path that the readers of data use, so that they read both kinds of files.
+A `RemoteFile` has the methods of pathlib.Path that the data readers use, so the readers accept both types.
 """
 
 import errno
@@ -24,24 +24,24 @@ from trainer.runtime.copies import Copies
 
 T = TypeVar("T")
 
-_FIRST, _BLOCK = 1 << 18, 1 << 22  # bytes of the first block of a file, and of the largest; doubled after each
-_BUFFER = 1 << 16  # bytes that are taken from a block at once
-_TOGETHER = 16  # files that are looked up at the same time
-# What distinguishes two contents of a file, by the names that file systems use, the best first. Those before _TIMES
-# are equal only for equal contents.
+_FIRST, _BLOCK = 1 << 18, 1 << 22  # bytes of the first and of the largest block; sizes double from block to block
+_BUFFER = 1 << 16  # size of the buffer that `io.BufferedReader` fills
+_TOGETHER = 16  # files that are looked up concurrently
+# Names in different file systems of properties that change with a file's content, the best first. Values of _CONTENTS
+# are equal only for equal contents; values of _TIMES may be equal for different contents.
 _CONTENTS = ("md5Hash", "Content-MD5", "generation", "blob_id", "ETag", "etag")
 _TIMES = ("Last-Modified", "LastModified", "updated", "mtime", "created")
 
 
 @dataclass(frozen=True, order=True)
 class RemoteFile:
-    """A file as it was when it was found. Reading it later raises UserError if it has changed.
+    """A remote file in a fixed version. Reading raises UserError if the file has changed since it was looked up.
 
     Attributes:
-      url: its address.
-      size: in bytes.
-      marks: what distinguishes this content from others, by the names of the file system.
-      copies: where to keep a copy, for formats that cannot be read by ranges.
+      url: the address of the file.
+      size: the size in bytes.
+      marks: properties that identify the file's version, such as ETag, under the names that the file system uses.
+      copies: the folder for a local copy, for formats that cannot be read by ranges.
     """
 
     url: str
@@ -59,19 +59,19 @@ class RemoteFile:
 
     @property
     def suffix(self) -> str:
-        """The end of the name, from its last dot on."""
+        """The extension: the end of the name, from its last dot."""
         return PurePosixPath(self.name).suffix
 
     @property
     def address(self) -> str:
-        """The URL without its query, which often holds a signature that expires, and without a password."""
+        """The URL without a password and without its query, which often contains a temporary signature."""
         return without_secrets(self.url).removesuffix("?...")
 
     @property
     def content(self) -> str | None:
-        """A text that differs between contents at this address; None if the file system has none."""
+        """A text that identifies the content; None if no property of the file reliably does."""
         name = next((name for name in _CONTENTS if name in self.marks), None)
-        if name is None or self.marks[name].startswith("W/"):  # a weak mark
+        if name is None or self.marks[name].startswith("W/"):  # a weak ETag may be equal for different contents
             return None
         return f"{self.address}\0{self.size}\0{name} {self.marks[name]}"
 
@@ -80,15 +80,15 @@ class RemoteFile:
         return SimpleNamespace(st_size=self.size)
 
     def open(self, mode: str = "rb", buffering: int = -1, stop: int | None = None) -> Any:
-        """Opens the file for reading bytes. Without buffering, each read requests exactly its range. Otherwise the file
-        is read in blocks, one block ahead. Nothing after `stop` is requested ahead."""
+        """Opens the file for reading bytes. With `buffering=0`, each read requests exactly its range. Otherwise
+        the file is read in blocks, with one block of read-ahead, which does not extend beyond `stop`."""
         assert mode == "rb"
         if not buffering:
             return _Reader(self, None)
         return io.BufferedReader(_Reader(self, self.size if stop is None else min(stop, self.size)), _BUFFER)
 
     def ends(self, most: int) -> bytes:
-        """Returns up to `most` bytes of the beginning and of the end."""
+        """Returns the first and the last `most` bytes, joined without overlap."""
         first = min(most, self.size)
         return self._fetch(0, first) + self._fetch(max(first, self.size - most), self.size) if first else b""
 
@@ -98,11 +98,11 @@ class RemoteFile:
             return file.read(self.size)
 
     def copied(self) -> io.FileIO:
-        """Opens the local copy of the file, which is made if necessary, and not removed while it is open."""
+        """Opens a local copy of the file, and creates it first if necessary. It is not removed while it is open."""
         return self.copies.open(self)
 
     def blocks(self, start: int, stop: int) -> Iterator[bytes]:
-        """Yields the bytes [start, stop) in blocks that grow. One block is requested ahead, nothing after `stop`."""
+        """Yields the bytes [start, stop) in blocks of growing size, with one block of read-ahead."""
         size, many = _FIRST if stop - start > _BLOCK else _BLOCK, stop - start > _BLOCK
         ahead = later(self._fetch, start, min(start + size, stop))
         while start < stop:
@@ -111,18 +111,18 @@ class RemoteFile:
             if start < stop:
                 ahead = later(self._fetch, start, min(start + size, stop))
             elif many:
-                self.check()  # a change since the file was opened
+                self.check()  # detects changes since the file was opened
             yield data
 
     def check(self) -> None:
-        """Raises UserError if the file is not the same as when it was found."""
+        """Raises UserError if the file has changed since it was looked up."""
         now = _found(self.url, self.copies)
         name = next((name for name in (*_CONTENTS, *_TIMES) if name in self.marks and name in now.marks), "")
         changes = [("size", self.size, now.size), (name, self.marks.get(name), now.marks.get(name))]
         if changed := [f"{what} {before} -> {after}" for what, before, after in changes if before != after]:
             raise UserError(
-                f"{self} changed while it was read: {', '.join(changed)}; put the former file there again, or "
-                "start a new run with the new one"
+                f"{self} changed while it was read: {', '.join(changed)}; restore the old file, or start a new run "
+                "with the new file"
             )
 
     def _fetch(self, start: int, stop: int) -> bytes:
@@ -143,7 +143,7 @@ class RemoteFile:
             except Exception as error:
                 if status_of(error) in (412, 416):
                     self.check()
-                    options.pop("headers", None)  # the server compares in another way
+                    options.pop("headers", None)  # the file is unchanged: the server compares ETags differently
                 raise
             if len(data) < stop - start:
                 self.check()
@@ -154,13 +154,13 @@ class RemoteFile:
 
 
 class _Reader(io.RawIOBase):
-    """Reads a remote file from any position; see `RemoteFile.open`. `stop` None: without buffering."""
+    """A raw stream that reads a `RemoteFile`; see `RemoteFile.open`. `stop`: None for reads without read-ahead."""
 
     def __init__(self, file: RemoteFile, stop: int | None):
         self._file, self._stop, self._at = file, stop, 0
         self._blocks: Iterator[bytes] = iter(())
-        self._block, self._end = memoryview(b""), -1  # the rest of a block, and the position of its end in the file
-        self._unchanged: Future[None] | None = later(file.check)  # while the first bytes are requested
+        self._block, self._end = memoryview(b""), -1  # the unread rest of a block, and the file position of its end
+        self._unchanged: Future[None] | None = later(file.check)  # runs while the first bytes are requested
 
     def readable(self) -> bool:
         return True
@@ -195,13 +195,13 @@ class _Reader(io.RawIOBase):
         return len(data)
 
     def _ahead(self, most: int, stop: int) -> memoryview:
-        """Returns 1 to `most` bytes at the position, from blocks that continue to `stop`."""
+        """Returns 1 to `most` bytes from the current position, with read-ahead up to `stop`."""
         if self._at != self._end - len(self._block):
             self._blocks, self._block, self._end = iter(()), memoryview(b""), self._at
         if not self._block:
             block = next(self._blocks, b"")
             if not block:
-                after = min(self._at + _FIRST, self._file.size)  # one block at a time after `stop`
+                after = min(self._at + _FIRST, self._file.size)  # after `stop`, a single block without read-ahead
                 self._blocks = self._file.blocks(self._at, stop if self._at < stop else after)
                 block = next(self._blocks)
             self._block = memoryview(block)
@@ -211,9 +211,9 @@ class _Reader(io.RawIOBase):
 
 
 def data_files(pattern: str, copies: Copies) -> list[Any]:
-    """Returns the files that match a glob, sorted: paths on this machine, or `RemoteFile`s if it is a URL.
+    """Returns the files that match a glob, sorted: local paths, or `RemoteFile`s if the glob is a URL.
 
-    Raises UserError if the path is invalid, or the files cannot be looked up.
+    Raises UserError if the pattern is invalid, or the files cannot be looked up.
     """
     if "://" not in pattern:
         paths = map(Path, glob.glob(str(local_path(pattern)), recursive=True))
@@ -224,18 +224,18 @@ def data_files(pattern: str, copies: Copies) -> list[Any]:
     urls = _matching(pattern)
     with ThreadPoolExecutor(_TOGETHER) as pool:
         found = pool.map(lambda url: _of_info(url, urls[url], copies) or _found(url, copies), urls)
-        return sorted(found, key=lambda file: file.url.split("/"))  # as paths are sorted
+        return sorted(found, key=lambda file: file.url.split("/"))  # the order of paths
 
 
 def _matching(pattern: str) -> dict[str, Mapping[str, Any]]:
-    """Returns what the server tells of each file that a glob matches, by URL. Like `glob`, leaves out hidden names."""
+    """Returns the server's metadata of each file that a glob matches, by URL. Like `glob`, leaves out hidden names."""
     if is_http(pattern) and "?" in pattern:
-        raise UserError(f"{without_secrets(pattern)}: a glob cannot have a query; name each file")
+        raise UserError(f"{without_secrets(pattern)}: a glob cannot have a query; give the URL of each file")
     parts = pattern.split("/")
     plain = next(i for i, part in enumerate(parts) if i > 2 and glob.has_magic(part))
     depth = None if "**" in pattern else len(parts) - plain
     matches = re.compile(glob_translate(pattern)).fullmatch
-    # Hidden names match only parts that begin with a dot, too.
+    # A hidden name matches only a part of the pattern that also begins with a dot.
     hidden = {
         "directory": any(part.startswith(".") for part in parts[plain:-1]),
         "file": parts[-1].startswith("."),
@@ -255,7 +255,7 @@ def _matching(pattern: str) -> dict[str, Mapping[str, Any]]:
 
 
 def _entries(folder: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yields the URLs in a folder, each with what the server tells of it."""
+    """Yields (URL, metadata) of each entry in a folder."""
     system, path = system_of(f"{folder}/" if is_http(folder) else folder)
     scheme = folder.partition("://")[0]
     for info in patiently(folder, lambda: call(system, "ls", path, limit=LISTING, detail=True)):
@@ -272,12 +272,12 @@ def folders_in(url: str) -> list[str]:
 
 
 def data_file(text: str, copies: Copies) -> Any:
-    """Returns one file: a path on this machine, or a `RemoteFile`, which must exist."""
+    """Returns the file at `text`: a local path, or a `RemoteFile`. Raises UserError if a remote file does not exist."""
     return _found(text, copies) if "://" in text else local_path(text)
 
 
 def each(make: Callable[[Any], T], files: Sequence[Any]) -> list[T]:
-    """Returns `make(file)` for each file, for several remote files at a time."""
+    """Returns `make(file)` for each file. If any file is remote, makes the calls concurrently, in threads."""
     if not any(isinstance(file, RemoteFile) for file in files):
         return [make(file) for file in files]
     with ThreadPoolExecutor(_TOGETHER) as pool:
@@ -286,7 +286,7 @@ def each(make: Callable[[Any], T], files: Sequence[Any]) -> list[T]:
 
 def _found(url: str, copies: Copies) -> RemoteFile:
     system, path = system_of(url)
-    # The hub's listings are cached by default, and have no marks.
+    # By default, the hub's metadata come from a cache and have no content marks.
     fresh = {"refresh": True, "expand_info": True} if url.startswith("hf://") else {}
     info = patiently(url, lambda: call(system, "info", path, **fresh))
     if info.get("type") == "directory":
@@ -295,12 +295,15 @@ def _found(url: str, copies: Copies) -> RemoteFile:
         )
     if file := _of_info(url, info, copies, marked=False):
         return file
-    raise UserError(f"{without_secrets(url)}: the server does not tell the size of the file; {COPY}")
+    raise UserError(f"{without_secrets(url)}: the server does not report the size of the file; {COPY}")
 
 
 def _of_info(url: str, info: Mapping[str, Any], copies: Copies, marked: bool = True) -> RemoteFile | None:
-    """Returns the file that `info` describes; None without a size, or, with `marked`, without a mark of its content:
-    listings and look-ups write times in different ways."""
+    """Returns the file that `info` describes; None if it has no size.
+
+    With `marked`, also returns None if it has only time marks, because times in listings and in look-ups have different
+    formats.
+    """
     marks = {name: str(info[name]) for name in (*_CONTENTS, *_TIMES) if info.get(name)}
     unmarked = marked and marks.keys().isdisjoint(_CONTENTS)
     return None if info.get("size") is None or unmarked else RemoteFile(url, info["size"], marks, copies)

@@ -1,4 +1,4 @@
-"""Signal handlers for the time of a context, and processes that die with their parent."""
+"""Temporary signal handlers, and processes that die with their parent."""
 
 import contextlib
 import ctypes
@@ -15,7 +15,7 @@ _PR_SET_PDEATHSIG = 1  # prctl of Linux
 
 @contextlib.contextmanager
 def handled(numbers: Iterable[signal.Signals], handler: Callable[[int, Any], object]) -> Iterator[None]:
-    """A context in which `handler(number, frame)` handles signals. Only the main thread may enter it."""
+    """A context in which `handler(number, frame)` handles the signals `numbers`. Only the main thread may enter it."""
     before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
@@ -25,8 +25,11 @@ def handled(numbers: Iterable[signal.Signals], handler: Callable[[int, Any], obj
 
 
 def die_with(parent: int) -> None:
-    """Makes this process die with its parent process, which has the id `parent`. Outside Linux, a thread notices the
-    parent's death, so the process dies a second later, once it runs Python."""
+    """Makes this process die with its parent process, whose id is `parent`.
+
+    On systems other than Linux, a thread polls for the parent's death once a second, so the process dies later, and not
+    while other code blocks Python's threads.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     else:

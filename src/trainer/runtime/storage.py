@@ -1,7 +1,7 @@
-"""Functions that work both on local folders and on folders in buckets (gs://).
+"""Functions for folders that are either local or in a bucket (gs://).
 
-A folder in a bucket is an `etils.epath.Path`, which has the pathlib methods that are used here. A bucket has no empty
-folders and cannot rename a folder. Only the write of a single file is atomic.
+A folder in a bucket is an `etils.epath.Path`, which has the pathlib methods that are used here. In a bucket, empty
+folders do not exist, folders cannot be renamed, and only the write of a single file is atomic.
 """
 
 import errno
@@ -14,12 +14,12 @@ from typing import Any
 from trainer.config.errors import NotBuilt, UserError
 from trainer.config.paths import local_path
 
-# Orbax writes this file last into a bucket's folder, so a folder with this file is complete.
+# Orbax writes this file last when it saves to a bucket, so a folder with this file is complete.
 COMMITTED = "commit_success.txt"
 
 
 def folder(text: str) -> Any:
-    """Returns the path of `text`: a pathlib.Path, or an `etils.epath.Path` in a bucket.
+    """Converts `text` to a path: a pathlib.Path, or an `etils.epath.Path` for a bucket.
 
     Raises:
       UserError: the path is remote but not gs://, or the package for buckets is missing.
@@ -67,9 +67,9 @@ def size(path: Any) -> int:
 
 
 def read_now(path: Any, most: int) -> bytes:
-    """Returns up to `most` bytes of a small file as it is now, even if another machine has just written it.
+    """Returns up to `most` bytes of the current content of a small file, even if another machine has just written it.
 
-    Other reads from a bucket may use data cached from earlier listings.
+    An ordinary read from a bucket may return outdated content, because of cached listings.
 
     Raises:
       OSError: the file cannot be read.
@@ -93,7 +93,7 @@ def remove_tree(path: Any) -> None:
 
 
 def why_not_writable(path: Path) -> str | None:
-    """Returns why the permissions do not allow creating or writing `path`, including its parents; None if they do."""
+    """Returns why the folder `path` cannot be written, or created with its missing parents; None if it can."""
     existing = next(parent for parent in (path, *path.parents) if os.path.exists(parent))
     if not existing.is_dir():
         return os.strerror(errno.ENOTDIR)
@@ -101,7 +101,7 @@ def why_not_writable(path: Path) -> str | None:
 
 
 def remedy(code: int | None) -> str:
-    """Returns advice for the user about a failed write, by the system's error code."""
+    """Returns advice for the user about a failed write with the error number `code`."""
     if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return "free disk space"
     if code in (errno.EACCES, errno.EPERM, errno.EROFS):
@@ -115,5 +115,5 @@ def user_cache() -> Path:
 
 
 def mirror(path: Any) -> Path:
-    """Returns the local folder in which files for a bucket are written before they are copied there."""
+    """Returns the local folder for files that are then copied to `path`, a folder in a bucket."""
     return user_cache() / "buckets" / os.fspath(path).replace("://", "/")

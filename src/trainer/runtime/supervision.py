@@ -1,8 +1,8 @@
-"""supervise=true: the command becomes a small process without JAX that trains in a child, and ends a child that hangs.
+"""supervise=true: a small process without JAX runs the training in a child process, and ends the child if it hangs.
 
 The child reports its phase through a pipe. Each line is a keyword and a text:
   done PHASE   the previous phase is complete, and PHASE begins
-  in PART      PART of the phase begins; empty: the part has ended
+  in PART      PART of the phase begins; an empty PART: the part has ended
   folder PATH  the run's folder
 """
 
@@ -24,21 +24,22 @@ from trainer.config.keys import Config
 from trainer.runtime.signals import die_with, handled
 
 HANG = 75  # the exit code after a hang: EX_TEMPFAIL in sysexits.h
-# Phases with the limit hang_grace_seconds. Other phases are steps, saves, and waiting for a batch.
+# Phases with the time limit hang_grace_seconds. The limit of other phases (a step, a save, waiting for a batch) is
+# hang_timeout_seconds.
 LONG = ("start", "restore", "compilation", "evaluation", "rollouts", "end")
 START, RESTORE, COMPILATION, EVALUATION, ROLLOUTS, END = LONG
-# File descriptors of the pipe and of the file for stacks, and the supervisor's id.
+# An environment variable: the file descriptors of the pipe and of the file for stacks, and the supervisor's process id.
 _VARIABLE = "TRAINER_SUPERVISED"
 _STACKS_SIGNAL = signal.SIGUSR2
 _SECONDS_FOR_STACKS, _SECONDS_TO_END, _POLL = 5.0, 20.0, 0.5
-_NO_STACKS = "the process does not answer: it is stopped, or in the kernel"
-_KEPT = 64 * 1024  # bytes of the child's stderr
+_NO_STACKS = "the process does not answer: it is stopped, or blocked in the kernel"
+_KEPT = 64 * 1024  # the last bytes of the child's stderr that are kept for the report
 
 
 def pulse() -> Callable[[str, str], None] | None:
-    """Returns the function that reports to the supervisor; None if this process is not supervised.
+    """Returns a function (keyword, text) that reports to the supervisor; None if this process is not supervised.
 
-    After the call, the process dies with its supervisor, and writes the stacks of its threads on request. Call this
+    From this call on, the process dies with its supervisor, and writes the stacks of its threads on request. Call it
     once, early.
     """
     if (files := os.environ.pop(_VARIABLE, None)) is None:
@@ -58,12 +59,12 @@ def pulse() -> Callable[[str, str], None] | None:
 def supervise(module: str, words: Sequence[str], config: Config) -> int:
     """Runs `python -m module words` in a child process until it ends, and returns the exit code.
 
-    SIGTERM and Ctrl-C are forwarded to the child. If the child completes nothing for hang_timeout_seconds (for the
-    phases and parts LONG: hang_grace_seconds), its stacks and the end of its stderr are written to a file. Then the
+    SIGTERM and Ctrl-C are forwarded to the child. If a phase or part takes longer than hang_timeout_seconds (or
+    hang_grace_seconds, if it is in LONG), the child's stacks and the end of its stderr are written to a file. Then the
     child gets SIGTERM, after which it may still save, and 20 seconds later SIGKILL.
 
     Returns:
-      The child's code, 128 + N if the signal N ended it, HANG after a hang.
+      The child's exit code, 128 + N if signal N ended it, or HANG after a hang.
     """
     received, sent = os.pipe()
     with tempfile.TemporaryFile() as stacks, os.fdopen(received, "rb", buffering=0) as lines:
@@ -72,7 +73,7 @@ def supervise(module: str, words: Sequence[str], config: Config) -> int:
             stderr=subprocess.PIPE,
             pass_fds=(sent, stacks.fileno()),
             env=os.environ | {_VARIABLE: f"{sent},{stacks.fileno()},{os.getpid()}"},
-            process_group=0,  # so that Ctrl-C reaches it once, through this process
+            process_group=0,  # so that the child gets Ctrl-C only once, forwarded by this process
         )
         os.close(sent)
         with child, _forwarded(child), selectors.DefaultSelector() as selector:
@@ -139,7 +140,7 @@ class _Watched:
         return HANG
 
     def _ask_for_stacks(self) -> str:
-        """Returns the stacks of the child's threads; "" if it does not answer."""
+        """Returns the stacks of the child's threads; "" if the child does not answer."""
         self._child.send_signal(_STACKS_SIGNAL)
         size, until = 0, time.monotonic() + _SECONDS_FOR_STACKS
         while time.monotonic() < until:
@@ -151,7 +152,7 @@ class _Watched:
         return ""
 
     def _read(self, timeout: float) -> bool:
-        """Reads the child's output, waiting at most `timeout` seconds. Returns whether there was any."""
+        """Processes the child's output, waiting for it at most `timeout` seconds. Returns whether a pipe was ready."""
         if not self._selector.get_map():  # the child has closed both pipes
             time.sleep(timeout)
         ready = self._selector.select(timeout) if self._selector.get_map() else []
@@ -168,7 +169,7 @@ class _Watched:
             word, _, text = line.decode(errors="replace").partition(" ")
             if word == "done":
                 self._phase, self._within, self._since = text, "", time.monotonic()
-            elif word == "in":  # a part has a limit of its own, so its time does not count for the phase
+            elif word == "in":  # the time limit starts anew with each part, and with the rest of the phase after it
                 self._within, self._since = text, time.monotonic()
             elif word == "folder":
                 self._folder = Path(text)

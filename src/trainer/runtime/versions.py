@@ -1,4 +1,4 @@
-"""The installed versions of the packages that a compiled step depends on."""
+"""Versions and other properties of the software and machine, which affect the results of a run."""
 
 import functools
 import hashlib
@@ -22,7 +22,7 @@ def installed() -> Mapping[str, str]:
 
 
 def other_versions(before: Mapping[str, str]) -> str:
-    """Returns a line if a checkpoint saved with the versions `before` resumes with others; "" if not, or if unknown."""
+    """Returns a warning if the installed versions differ from `before`, the versions of a checkpoint; otherwise ""."""
     now = installed()
     changed = [name for name in now if name in before and before[name] != now[name]]
     changes = ", ".join(f"{name} {visible(before[name], keep='')} -> {now[name]}" for name in changed)
@@ -30,10 +30,10 @@ def other_versions(before: Mapping[str, str]) -> str:
 
 
 def program() -> dict[str, str]:
-    """Returns the properties, other than configuration and data, that must be equal in all processes of a run, for
-    `check_same`, one per line: versions of packages, Python and the devices' compiler, and digests of source files.
+    """Returns the properties of the installation that must be equal in all processes of a run, for `check_same`.
 
-    It reads the source files themselves, so bytecode and the kind of installation make no difference.
+    The values have one property per line: versions of packages, Python and the devices' compiler; digests of source
+    files. Bytecode and the kind of installation make no difference, because the source files themselves are read.
     """
     import jax
 
@@ -53,7 +53,7 @@ def program() -> dict[str, str]:
 
 
 def machine() -> dict[str, str]:
-    """Returns the properties, other than the program, that affect a result's bits: versions, processor, XLA's flags."""
+    """Returns the properties outside of our code that affect a result's bits: versions, processor, XLA's flags."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")

@@ -1,4 +1,4 @@
-"""Access to a server: addresses and tokens."""
+"""Access control of a server, by tokens or by host names."""
 
 import hashlib
 import hmac
@@ -18,7 +18,7 @@ _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
 def is_local(host: str) -> bool:
-    """Returns whether an address can be reached only from this machine."""
+    """Returns whether a server at the address `host` can be reached only from this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -29,7 +29,8 @@ def read_tokens(path: str, host: str) -> list[str]:
     """Returns the tokens in the file `path`, one per line, or the token in the environment.
 
     Raises:
-      UserError: the file cannot be read, a token is invalid, or there is none although other machines can reach `host`.
+      UserError: the file cannot be read or is empty, a token is invalid, or there is no token but other machines can
+        reach `host`.
     """
     where = f"token_file={path}" if path else VARIABLE
     text = os.environ.get(VARIABLE, "")
@@ -40,34 +41,38 @@ def read_tokens(path: str, host: str) -> list[str]:
             raise UserError(f"{where}: cannot be read: {error}") from error
     tokens = list(filter(None, map(str.strip, text.splitlines())))
     if path and not tokens:
-        raise UserError(f"{where}: there is no token in it; one stands in each line")
+        raise UserError(f"{where}: the file contains no tokens; write one per line")
     for i, token in enumerate(tokens, 1):
         if len(token) < _SHORTEST or not _TOKEN.fullmatch(token):
-            raise UserError(f"{where}: token {i} must have {_SHORTEST} or more visible characters of ASCII")
+            raise UserError(f"{where}: token {i} must have {_SHORTEST} or more visible ASCII characters")
     if not tokens and not is_local(host):
         raise UserError(
-            f"host={host}: others can reach it, so requests must have a token: give token_file=FILE with one in each "
-            f"line, or set the environment variable {VARIABLE}; host=127.0.0.1 needs none"
+            f"host={host}: others can reach it, so requests must have a token: set token_file=FILE, a file with one "
+            f"token per line, or the environment variable {VARIABLE}; host=127.0.0.1 needs no token"
         )
     return tokens
 
 
 class Access:
-    """Checks the headers of requests."""
+    """Checks from a request's headers whether the request is allowed."""
 
     def __init__(self, tokens: Sequence[str]):
         self._digests = [_digest(token.encode()) for token in tokens]
 
     def owner(self, authorization: str | None, host: str | None) -> str:
-        """Returns a name for a request's token; "" if the server has no tokens.
+        """Returns an identifier of a request's token; "" if the server has no tokens.
+
+        Args:
+          authorization, host: the request's headers of these names.
 
         Raises:
-          ApiError: 401 for a wrong token; 403 if the server has no tokens and the host name may be another site's.
+          ApiError: 401 without a valid token; 403 if the server has no tokens and `host` is not local, because a web
+            page may then have sent the request (DNS rebinding).
         """
         if not self._digests:
             name = re.sub(r":\d*$", "", host or "").strip("[]")
             if name not in _LOCAL_NAMES and not is_local(name):
-                raise ApiError(403, f"this server answers to {', '.join(_LOCAL_NAMES)}, not to the host {name!r}")
+                raise ApiError(403, f"this server accepts only the hosts {', '.join(_LOCAL_NAMES)}, not {name!r}")
             return ""
         scheme, _, token = (authorization or "").partition(" ")
         digest = _digest(token.strip().encode(errors="replace"))

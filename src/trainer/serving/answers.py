@@ -1,4 +1,4 @@
-"""The JSON of answers to /v1/completions and /v1/chat/completions, whole or in chunks."""
+"""The JSON of responses to /v1/completions and /v1/chat/completions, complete or in chunks."""
 
 import math
 import secrets
@@ -13,10 +13,10 @@ _LEAST = -9999.0  # in place of the logarithm of zero, which JSON cannot represe
 
 
 class Answer:
-    """Makes the JSON of the answer to a request."""
+    """Builds the JSON of the response to a request."""
 
     def __init__(self, generation: Generation, model: str, names: Names, prompts: Sequence[str]):
-        """`prompts`: the texts of the prompts, for echo."""
+        """`prompts`: the texts of the prompts, if the request set echo."""
         self._generation, self._query, self._names, self._prompts = generation, generation.query, names, prompts
         chat = self._query.chat
         self._head = {
@@ -41,11 +41,11 @@ class Answer:
         return self._of_kind("chat.completion.chunk", [choice]) | usage
 
     def last_chunk(self) -> dict[str, Any]:
-        """Returns the chunk with the usage, which ends a stream if the request asked for it."""
+        """Returns the chunk with the usage. It ends a stream if the request asked for the usage."""
         return self._of_kind("chat.completion.chunk", []) | {"usage": self._usage()}
 
     def whole(self, parts: Sequence[Delta]) -> dict[str, Any]:
-        """Returns the whole answer."""
+        """Returns the complete response, from all parts of all choices."""
         choices = [self._choice(i, [part for part in parts if part.choice == i]) for i in range(self._count)]
         return self._of_kind("chat.completion", choices) | {"usage": self._usage()}
 
@@ -61,7 +61,8 @@ class Answer:
         return {"index": i, **said, **self._details(i, scored, tokens, True), "finish_reason": parts[-1].end}
 
     def _echoed(self, part: Delta) -> tuple[str, list[Token]]:
-        """Returns the text of a choice's first part; with echo, preceded by the prompt and its scored tokens."""
+        """Returns the text of a choice's first part and the scored prompt tokens. With echo, the text begins with the
+        prompt; without echo, the list of tokens is empty."""
         if not self._query.echo:
             return part.text, []
         row, scores, before = self._generation.prompt_of(part.choice), part.prompt, list[Token]()
@@ -75,7 +76,7 @@ class Answer:
         return self._prompts[choice // self._query.n] if self._query.echo else ""
 
     def _details(self, choice: int, scored: list[Token], tokens: list[Token], first: bool) -> dict[str, Any]:
-        """Returns the fields of a choice about its generated tokens and the scored prompt tokens."""
+        """Returns the fields of a choice for its generated tokens and the scored prompt tokens."""
         found: dict[str, Any] = {"logprobs": None}
         tokens = [] if self._query.max_tokens == 0 else tokens
         if self._query.likeliest is not None:

@@ -1,4 +1,4 @@
-"""The application: routes, limits and errors."""
+"""The ASGI application: routes, limits and errors."""
 
 import asyncio
 import time
@@ -62,12 +62,12 @@ class Routes:
         return Response(metrics.text(), headers={"content-type": metrics.content_type})
 
     async def models(self, request: Request) -> Response:
-        """Returns the names that `model` accepts."""
+        """Returns the entries of all model names: the base and its adapters."""
         self._owner(request)
         return JSONResponse({"object": "list", "data": list(map(self._model, self._front.model.adapters))})
 
     async def model(self, request: Request) -> Response:
-        """Returns one of these names."""
+        """Returns the entry of one model name."""
         self._owner(request)
         name, _ = self._front.adapter(request.path_params["name"])
         return JSONResponse(self._model(name))
@@ -102,14 +102,14 @@ class Routes:
         return found | ({"parent": base} if name != base else {})
 
     async def _body(self, request: Request) -> bytes:
-        """Returns the body. Raises ApiError if it is not JSON, is too large, or does not arrive in time.
+        """Returns the body. Raises ApiError if its content-type is not JSON, it is too large, or it arrives too late.
 
-        A body that is too large is read to its end and discarded, because a client that is still sending does not see
-        an answer. A client that asks first (Expect) gets the error at once.
+        A body that is too large is read to its end and discarded, because a client that is still sending would not see
+        the response. The error is immediate if the client sent the header Expect, or if the body is far too large.
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
-            raise ApiError(415, f"content-type={kind[:80] or 'none'}: allowed: application/json")
+            raise ApiError(415, f"content-type={kind[:80] or 'none'}: must be application/json")
         most, body = self._config.max_body_bytes, bytearray()
         too_large = ApiError(413, f"the body has more than max_body_bytes={most} bytes")
         size, left = request.headers.get("content-length", ""), max(most, _MOST_DISCARDED)
@@ -144,7 +144,7 @@ async def _error(request: Request, error: Exception) -> Response:
 
 
 def _counted(app: ASGIApp, front: Front) -> ASGIApp:
-    """Returns `app` with counted answers, and without errors about clients that disconnect while they send."""
+    """Returns `app`, wrapped to count responses and to ignore clients that disconnect while they send."""
     known = ("/", "/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions")
 
     async def counting(scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,4 +1,4 @@
-"""Errors in the format of the API."""
+"""Errors in the format of OpenAI's API."""
 
 import functools
 from typing import Any
@@ -11,8 +11,8 @@ class ApiError(Exception):
 
     Attributes:
       status: the HTTP status code.
-      param: the invalid parameter of the request, if there is one.
       headers: the headers of the response.
+      body: the JSON of the response. Its `param` is the invalid parameter of the request, if there is one.
     """
 
     def __init__(
@@ -36,10 +36,10 @@ class ApiError(Exception):
 
 
 def timed_out(message: str) -> ApiError:
-    """Returns the error for a request that took too long. Clients should not repeat it automatically."""
+    """Returns the error for a request that took too long. Clients should not retry it automatically."""
     return ApiError(408, message, kind=TIMEOUT, code="timeout", headers={"x-should-retry": "false"})
 
 
 def unavailable(message: str, status: int = 503, after: int = 1) -> ApiError:
-    """Returns the error for a request that may be repeated in `after` seconds."""
+    """Returns the error for a request that may be retried after `after` seconds."""
     return ApiError(status, message, kind=UNAVAILABLE, headers={"retry-after": str(after)})

@@ -1,4 +1,4 @@
-"""Connects the event loop with the scheduler's thread: requests in, parts of texts out."""
+"""Connects the event loop with the scheduler's thread: submits requests and returns parts of generated texts."""
 
 import asyncio
 import math
@@ -30,11 +30,11 @@ class Model(NamedTuple):
     """The served model.
 
     Attributes:
-      adapters: the names of the base and its adapters in requests, with their numbers.
+      adapters: the numbers of the base (0) and its adapters, by the names that requests use.
       begin, stop: the tokens before a prompt, and the tokens that end a text.
-      turn_end: further tokens that end an answer in a chat.
-      default: how tokens are drawn if a request does not specify it.
-      seed: the seed of requests without one; None: each gets a different seed.
+      turn_end: further tokens that end a response in a chat.
+      default: the sampling parameters that apply if a request does not set them.
+      seed: the seed of requests that do not set one; None: each of them gets a random seed.
     """
 
     scheduler: Scheduler
@@ -57,6 +57,8 @@ class Delta(NamedTuple):
     """A new part of a choice.
 
     Attributes:
+      choice: the index of the choice.
+      text, tokens: the new text and the new tokens.
       end: why the choice ended; None while it continues.
       prompt: in the first part, the scores of the prompt's tokens, if they were requested.
     """
@@ -69,7 +71,7 @@ class Delta(NamedTuple):
 
 
 class Generation:
-    """The choices of a request: n for each prompt, in order."""
+    """The choices of a request, in the order of the prompts: n for each prompt."""
 
     def __init__(self, front: "Front", query: Query, prompts: list[list[int]], received: float):
         self.query, self.prompts, self.received = query, prompts, received
@@ -83,11 +85,11 @@ class Generation:
         return self.prompts[choice // self.query.n]
 
     def begin(self, numbers: list[int]) -> None:
-        """Sets the scheduler's numbers for its requests."""
+        """Sets the scheduler's request number of each choice."""
         self._numbers = numbers
 
     def take(self, choice: int, event: Event) -> bool:
-        """Adds an event. Returns whether a stop string has ended the choice."""
+        """Adds an event of a choice. Returns whether a stop string has ended the choice."""
         text = self.texts[choice]
         part, tokens = text.add(event)
         end = "stop" if text.stopped else event.end
@@ -109,7 +111,7 @@ class Generation:
         self._parts.put_nowait(error)
 
     def close(self) -> None:
-        """Cancels the generation's requests that are still running."""
+        """Cancels the choices that are still running."""
         self._front.release(self, self._numbers)
 
 
@@ -117,15 +119,18 @@ class Generation:
 class _Running:
     generation: Generation
     choice: int
-    last: float = 0.0  # the time of its last token
+    last: float = 0.0  # the time of the choice's last token; 0 before the first
 
 
 class Front:
-    """Accepts requests for `model`, in one event loop. `state`: STARTING until the programs are compiled, then READY;
-    DRAINING and FAILED accept nothing."""
+    """Accepts requests for `model`, in one event loop.
+
+    Attributes:
+      state: STARTING until the programs are compiled, then READY. In DRAINING and FAILED, all requests are rejected.
+    """
 
     def __init__(self, model: Model, metrics: Metrics, failed: Callable[[], None], say: Callable[[str], object]):
-        """`say`: see `Service`."""
+        """`failed`: called if the scheduler's thread fails. `say`: see `Service`."""
         self.model, self.metrics, self.names = model, metrics, Names(model.tokenizer)
         self.state, self.created = STARTING, int(time.time())
         self.ready = asyncio.Event()
@@ -149,11 +154,11 @@ class Front:
 
     @property
     def active(self) -> int:
-        """The number of requests that have not been answered."""
+        """The number of requests in progress."""
         return len(self._generations)
 
     def check_ready(self) -> None:
-        """Raises ApiError if no request is accepted."""
+        """Raises ApiError unless requests are accepted."""
         if self.state != READY:
             raise unavailable(f"the server is {self.state}", after=5)
 
@@ -162,7 +167,7 @@ class Front:
         return self._reader.adapter(name)
 
     async def read(self, body: bytes, *, chat: bool) -> Read:
-        """Returns the request in a body, and the tokens of its prompts. Does not block the event loop.
+        """Parses a body into a request and the tokens of its prompts. Does not block the event loop.
 
         Raises:
           ApiError: see `Reader.read`.
@@ -172,15 +177,17 @@ class Front:
         return await self._loop.run_in_executor(self._pool, self._reader.read, body, chat)
 
     def submit(self, query: Query, prompts: list[list[int]], adapter: int, owner: str, received: float) -> Generation:
-        """Returns the choices of a request. They begin as soon as slots are free.
+        """Submits a request to the scheduler. Its choices begin as soon as slots are free.
 
         Raises:
-          ApiError: too many requests are waiting, or a value is not allowed.
+          ApiError: no requests are accepted, too many prompts are waiting, or a value is not allowed.
         """
         self.check_ready()
         most, count = self.model.config.max_waiting_prompts, len(prompts) * query.n
         if count > most:
-            raise ApiError(400, f"n times the number of prompts is {count}: at most {most} prompts may wait", param="n")
+            raise ApiError(
+                400, f"n times the number of prompts is {count}, but at most {most} prompts may wait", param="n"
+            )
         if self.model.scheduler.waiting + count > most:
             slots = self.model.scheduler.engine.max_concurrent_decodes
             after = math.ceil(self._seconds * (1 + most / slots) / 2)
@@ -206,7 +213,7 @@ class Front:
         return generation
 
     def release(self, generation: Generation, numbers: Sequence[int]) -> None:
-        """Cancels the parts of a request that are still running."""
+        """Cancels the choices `numbers` that are still running, and removes the generation."""
         for number in numbers:
             if self._running.pop(number, None):
                 self.service.cancel(number)
@@ -215,7 +222,7 @@ class Front:
             self._seconds += (time.perf_counter() - generation.received - self._seconds) / 8
 
     def drain(self) -> None:
-        """Accepts no further requests."""
+        """Stops accepting requests."""
         if self.state != FAILED:
             self.state = DRAINING
 

@@ -10,23 +10,25 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 
 
 class Metrics:
-    """Counts and times of a server, in a separate registry."""
+    """A server's metrics, in a separate Prometheus registry."""
 
     def __init__(self, scheduler: Scheduler):
         self._scheduler, self._registry = scheduler, prometheus.CollectorRegistry()
         slots = scheduler.engine.max_concurrent_decodes
-        self._gauge("trainer_waiting_prompts", "Prompts without slots", lambda: scheduler.waiting)
+        self._gauge("trainer_waiting_prompts", "Prompts waiting for a slot", lambda: scheduler.waiting)
         self._gauge("trainer_slots", "Slots for sequences", lambda: slots)
-        self._gauge("trainer_slots_in_use", "Slots with a sequence", lambda: slots - scheduler.free_slots)
+        self._gauge("trainer_slots_in_use", "Slots that hold a sequence", lambda: slots - scheduler.free_slots)
         self.requests = self._made(prometheus.Counter, "trainer_requests", "Requests", labelnames=("path", "code"))
         self.generated = self._made(prometheus.Counter, "trainer_generated_tokens", "Tokens generated")
-        self._prefilled = self._made(prometheus.Counter, "trainer_prefilled_tokens", "Tokens of prompts that were run")
-        self._reused = self._made(
-            prometheus.Counter, "trainer_prefix_hit_tokens", "Tokens of prompts from cached prefixes"
+        self._prefilled = self._made(
+            prometheus.Counter, "trainer_prefilled_tokens", "Prompt tokens processed by the model"
         )
-        said = "From the request to its first token"
+        self._reused = self._made(
+            prometheus.Counter, "trainer_prefix_hit_tokens", "Prompt tokens taken from cached prefixes"
+        )
+        said = "Time from a request to its first token"
         self.first = self._made(prometheus.Histogram, "trainer_time_to_first_token_seconds", said, buckets=_SECONDS)
-        said = "Between two tokens of a sequence"
+        said = "Time between consecutive tokens of a sequence"
         self.between = self._made(prometheus.Histogram, "trainer_time_between_tokens_seconds", said, buckets=_SECONDS)
         self._counted = {self._prefilled: 0, self._reused: 0}
 

@@ -14,18 +14,18 @@ from trainer.serving.errors import ApiError
 
 _MOST_STOPS, _LONGEST_STOP = 16, 256
 _INT64 = 2**63
-_LEAST_P = 1e-9  # replaces 0; both leave only the most likely token
+_LEAST_P = 1e-9  # replaces top_p=0; either value leaves only the most likely token
 
 
 class Parameter(NamedTuple):
     """A parameter of a request.
 
     Attributes:
-      field: the values that have an effect; None: no value has one.
-      neutral: further values, which have no effect: the parameter is then treated as absent. Clients send such values
-        by default. A Field means that all of its values are neutral.
+      field: the valid values that have an effect; None if no value has an effect.
+      neutral: the other valid values, which have no effect, so that the parameter is treated as absent. Many clients
+        send them by default. If this is a Field, all of its values are neutral.
 
-    If both are None, the parameter is checked elsewhere.
+    A parameter with neither `field` nor `neutral` is checked elsewhere.
     """
 
     field: Field | None = None
@@ -39,7 +39,7 @@ class Parameter(NamedTuple):
         return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in self.neutral)
 
     def problem(self, name: str, value: Any) -> str:
-        """Returns why a value that is not neutral is invalid; "" if it is valid."""
+        """Returns the error message for a value that is not neutral; "" if the value is valid."""
         if self.field is not None:
             return "".join(field_problems({name: value}, {name: self.field}))
         if isinstance(self.neutral, Field):
@@ -67,7 +67,7 @@ COMMON = {
     "logit_bias": Parameter(Field(dict)),
     "return_token_ids": Parameter(Field(bool)),
     "user": _ANY_TEXT,
-    # Of vLLM's API:
+    # From vLLM's API:
     "min_p": Parameter(neutral=(0,)),
     "min_tokens": Parameter(neutral=(0,)),
     "stop_token_ids": Parameter(neutral=([],)),
@@ -102,14 +102,14 @@ CHAT = COMMON | {
     "service_tier": _ANY_TEXT,
     "prompt_cache_key": _ANY_TEXT,
     "safety_identifier": _ANY_TEXT,
-    # Of vLLM's API:
+    # From vLLM's API:
     "echo": _NO,
     "add_generation_prompt": _YES,
     "continue_final_message": _NO,
     "chat_template_kwargs": Parameter(neutral=({},)),
 }
-_MOST_SAID = 20  # mistakes
-_DEFAULT_TOKENS = 16  # of /v1/completions, as in OpenAI's API
+_MOST_SAID = 20  # the maximum number of errors in a message
+_DEFAULT_TOKENS = 16  # the default max_tokens of /v1/completions, as in OpenAI's API
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -118,10 +118,10 @@ class Query:
     """A request.
 
     Attributes:
-      prompts: texts or tokens; for a chat, its messages.
-      max_tokens: a limit that must fit; None: as many as fit.
-      most: the default limit for requests without max_tokens, lowered if fewer tokens fit; None: no such limit.
-      likeliest: the number of most likely tokens to show for each token; None: no log-probabilities.
+      prompts: each is a text or a list of tokens; for a chat, the only prompt is its list of messages.
+      max_tokens: the requested limit, refused if it does not fit after the prompt; None: as many tokens as fit.
+      most: the default limit for requests without max_tokens, lowered if fewer tokens fit; None: no default limit.
+      likeliest: how many of the most likely tokens to return for each token; None: return no log-probabilities.
     """
 
     chat: bool
@@ -142,11 +142,11 @@ class Query:
 
 
 def read_json(body: bytes) -> dict[str, Any]:
-    """Returns the JSON object of a body. Raises ApiError."""
+    """Returns the JSON object in a request body. Raises ApiError if the body is not a JSON object."""
     try:
         given = parsed(body.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise ApiError(400, f"the body is not UTF-8: byte {error.start} is wrong") from None
+        raise ApiError(400, f"the body is not UTF-8: byte {error.start} is invalid") from None
     except ValueError as error:
         raise ApiError(400, f"the body is not JSON: {shortened(str(error))}") from None
     if not isinstance(given, dict):
@@ -157,15 +157,15 @@ def read_json(body: bytes) -> dict[str, Any]:
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values of an object that are not null. A null value counts as absent."""
+    """Returns the entries of an object without null values, which count as absent."""
     return {name: value for name, value in values.items() if value is not None}
 
 
 def query(given: Mapping[str, Any], *, chat: bool, default: Sampling) -> Query:
-    """Returns the query of a request. `default`: how tokens are drawn if the request does not specify it.
+    """Returns the query of a request. `default`: the values of sampling parameters that the request does not set.
 
     Raises:
-      ApiError: parameters are wrong or not supported; the message names them.
+      ApiError: parameters are invalid or not supported; the message names them.
     """
     given, wrong = _acted_on(given, CHAT if chat else COMPLETIONS)
     if not wrong:
@@ -177,7 +177,7 @@ def query(given: Mapping[str, Any], *, chat: bool, default: Sampling) -> Query:
 
 
 def _acted_on(given: Mapping[str, Any], table: Mapping[str, Parameter]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns the parameters that have an effect, and the problems by parameter name."""
+    """Returns the parameters that are not neutral, and the error messages by parameter name."""
     given = _given(given)
     kept = {name: value for name, value in given.items() if name not in table or not table[name].leaves_as_is(value)}
     unknown = itertools.islice((name for name in kept if name not in table), _MOST_SAID)
@@ -264,7 +264,7 @@ def _prompts(given: Mapping[str, Any]) -> dict[str, str]:
     if not prompts or not all(isinstance(prompt, str) or _is_of_tokens(prompt) for prompt in prompts):
         return {"prompt": "prompt: allowed: a text, a list of tokens, or a list of one or more of these"}
     if given.get("echo") and given.get("max_tokens") == 0 and given.get("n", 1) > 1:
-        return {"n": f"n={given['n']}: with max_tokens=0 there is one answer"}
+        return {"n": f"n={given['n']}: with max_tokens=0, only n=1 is allowed"}
     return {}
 
 
@@ -304,5 +304,5 @@ def _has_surrogate(value: Any) -> bool:
 
 
 def as_api_error(error: UserError) -> ApiError:
-    """Converts a mistake that `query` does not detect to the API's error."""
+    """Converts an error in a request that `query` accepted to an ApiError."""
     return ApiError(400, " ".join(str(error).split()))

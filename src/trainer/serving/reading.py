@@ -1,8 +1,9 @@
 """Converts the body of a request to tokens. Large bodies are read in separate processes.
 
-A body of megabytes can take seconds to parse, render and encode, even if its prompt then turns out to be too long. In a
+A body of megabytes can take seconds to parse, render and encode, even if its prompt turns out to be too long. In a
 thread, this work would delay the event loop and every other request, because Python runs one thread at a time. Bodies
-of more than HUGE bytes use a second process, so that long conversations do not wait for them.
+of more than HUGE bytes have a separate process, so that smaller bodies, such as long conversations, do not wait for
+them.
 """
 
 import asyncio
@@ -21,7 +22,7 @@ from trainer.inference.sampling import Sampling
 from trainer.serving.errors import ApiError, unavailable
 from trainer.serving.queries import Query, as_api_error, query, read_json
 
-LARGE, HUGE = 1 << 13, 1 << 16  # bytes of a body; a thread needs up to about 20 ms for LARGE
+LARGE, HUGE = 1 << 13, 1 << 16  # body sizes in bytes; a thread reads LARGE bytes in at most about 20 ms
 _MOST_WAITING, _START_SECONDS = 64, 120
 
 Read = tuple[Query, list[list[int]]]  # a request, and the tokens of its prompts
@@ -31,8 +32,8 @@ class Reader(NamedTuple):
     """Converts bodies to tokens.
 
     Attributes:
-      begin: the tokens before a prompt.
-      default: how tokens are drawn if a request does not specify it.
+      begin: the tokens to put before a prompt that is given as text.
+      default: the values of sampling parameters that a request does not set.
       longest: the maximum number of tokens of a prompt.
       room: the maximum number of tokens of a prompt and generated tokens together.
       adapters: see `Model`.
@@ -50,8 +51,8 @@ class Reader(NamedTuple):
         """Returns the request in a body, and the tokens of its prompts.
 
         Raises:
-          ApiError: the body is not a request, there is no such model, its prompts cannot be rendered, or there are no
-            tokens or too many.
+          ApiError: the body is not a valid request, its model is unknown, a prompt cannot be rendered, or a prompt has
+            no tokens or too many.
         """
         found = query(read_json(body), chat=chat, default=self.default)
         self.adapter(found.model)
@@ -62,11 +63,13 @@ class Reader(NamedTuple):
         return found, rows
 
     def adapter(self, name: str | None) -> tuple[str, int]:
-        """Returns the model of a request and the number of its adapter. Raises ApiError if there is none."""
+        """Returns `name` (default: the first model) and its number in `adapters`. Raises ApiError if it is unknown."""
         name = next(iter(self.adapters)) if name is None else name
         if name not in self.adapters:
             there = ", ".join(self.adapters)
-            raise ApiError(404, f"model={name[:80]}: there is {there}", param="model", code="model_not_found")
+            raise ApiError(
+                404, f"model={name[:80]}: no such model; available: {there}", param="model", code="model_not_found"
+            )
         return name, self.adapters[name]
 
     def _tokens(self, prompt: Any, asked: Query) -> list[int]:
@@ -81,8 +84,8 @@ class Reader(NamedTuple):
         if size > self.longest or size + wanted > self.room:
             raise ApiError(
                 400,
-                f"the prompt has {size} tokens and max_tokens is {wanted}; a prompt has at most {self.longest} tokens, "
-                f"and with what is generated at most {self.room}",
+                f"the prompt has {size} tokens and max_tokens is {wanted}; a prompt may have at most {self.longest} "
+                f"tokens, and at most {self.room} together with the generated tokens",
                 param=name,
                 code="context_length_exceeded",
             )
@@ -90,10 +93,11 @@ class Reader(NamedTuple):
 
 
 class OneAside:
-    """A process that reads bodies one by one. It is started for the first body."""
+    """A separate process that reads bodies one at a time. It is started when the first body arrives."""
 
     def __init__(self, reader: Reader, seconds: float, check: Callable[[], None]):
-        """`seconds`: the time limit for reading one body. `check`: raises ApiError if no more bodies are read."""
+        """`seconds`: the time limit for reading one body. `check`: called before each body; raises ApiError if
+        the server no longer reads bodies."""
         self._reader, self._seconds, self._check = reader, seconds, check
         self._thread = ThreadPoolExecutor(1, "large requests")  # waits for the process
         self._waiting = 0
@@ -101,10 +105,10 @@ class OneAside:
         self._ours: Any = None  # a pipe to the process
 
     async def read(self, body: bytes, chat: bool) -> Read:
-        """See `Reader.read`. Also raises ApiError if too many bodies wait, or if reading takes too long: then the
-        process is ended."""
+        """See `Reader.read`. Also raises ApiError if too many bodies wait, or if reading takes too long, which also
+        ends the process."""
         if self._waiting >= _MOST_WAITING:
-            raise unavailable(f"{_MOST_WAITING} large requests wait to be read", 429)
+            raise unavailable(f"{_MOST_WAITING} large requests are already waiting to be read", 429)
         self._waiting += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, self._read, body, chat)
@@ -150,15 +154,15 @@ class OneAside:
     def close(self) -> None:
         """Ends the process."""
         if (process := self._process) is not None:
-            process.kill()  # a thread that waits for it then sees the end of the pipe
+            process.kill()  # closes the pipe, so that a thread that waits for the process stops waiting
         self._thread.shutdown(cancel_futures=True)
         self._end()
 
 
 def _serve(pipe: Any, reader: Reader) -> None:
     """Reads bodies until the other end of the pipe is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends this process
-    pipe.send(None)  # everything is loaded
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C, the server ends this process
+    pipe.send(None)  # reports that the process is ready
     with contextlib.suppress(EOFError, OSError):
         while True:
             body, chat = pipe.recv()

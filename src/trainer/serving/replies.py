@@ -1,4 +1,4 @@
-"""Sends the answer to a request. Ends the request if its client disconnects or its time is over."""
+"""Sends the answer to a request. Ends the request if its client disconnects or its time limit is exceeded."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ from trainer.serving.answers import Answer
 from trainer.serving.errors import ApiError, timed_out
 from trainer.serving.front import Generation
 
-_LAST_SECONDS = 2.0  # the time for a client to receive the error that ends its request
+_LAST_SECONDS = 2.0  # how long a client may take to receive the error that ends its request
 
 
 class Reply:
@@ -53,7 +53,7 @@ class Reply:
             await self._json(answer.whole(parts), 200, {}, scope, receive, send)
             return
         async for part in generation.parts():
-            if not self._started:  # errors before the first token have their HTTP status
+            if not self._started:  # not earlier, so that an error before the first part can set the status
                 self._started = True
                 headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -76,7 +76,7 @@ class Reply:
             await asyncio.wait_for(said(), _LAST_SECONDS)
         except TimeoutError:
             scope["state"]["connection"].abort()
-            await asyncio.sleep(0.01)  # until the server knows that the connection is closed
+            await asyncio.sleep(0.01)  # lets the server notice that the connection is closed
 
     async def _json(
         self, body: Any, status: int, headers: dict[str, str], scope: Scope, receive: Receive, send: Send

@@ -19,11 +19,11 @@ from trainer.serving.front import FAILED, READY, Front, Model
 from trainer.serving.metrics import Metrics
 
 _KEEP_ALIVE_SECONDS = 30
-_GRACE_SECONDS = 5  # after drain_seconds, for sending errors about the shutdown
+_GRACE_SECONDS = 5  # time after drain_seconds in which errors about the shutdown are sent
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """Returns a bound socket that does not listen yet. Raises UserError if the address is taken or does not exist."""
+    """Returns a bound socket that does not listen yet. Raises UserError if the address is in use or does not exist."""
     with contextlib.ExitStack() as failing:
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -38,18 +38,18 @@ def bound(host: str, port: int) -> socket.socket:
 
 def _cannot_listen(host: str, port: int, error: Exception) -> str:
     reason = getattr(error, "strerror", None) or error
-    return f"cannot listen at host={host} port={port}: {reason}; another port=N may be free, and port=0 takes any"
+    return f"cannot listen at host={host} port={port}: {reason}; try another port=N, or port=0 for any free port"
 
 
 def url_of(found: socket.socket) -> str:
-    """Returns the address of a bound socket, for a client."""
+    """Returns the URL at which clients reach a bound socket."""
     host, port = found.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class Server:
-    """Serves `model` at the bound socket `at`. Requests need one of `tokens`, if there are any. `say`: receives a line
-    for each compiled program."""
+    """Serves `model` at the bound socket `at`. If `tokens` is not empty, each request must contain one of these access
+    tokens. `say`: receives a line for each compiled program."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Server:
 
         Raises:
           UserError: another program listens at the address.
-          RunStopped: the thread of the scheduler has failed.
+          RunStopped: the scheduler's thread has failed.
           KeyboardInterrupt: Ctrl-C ended the server.
         """
         asyncio.run(self._run(ready))
@@ -106,7 +106,7 @@ class Server:
             telling.cancel()
             front.close()
         if front.state == FAILED:
-            raise RunStopped("the engine has failed, as said above; requests got an error with the status 500")
+            raise RunStopped("the engine has failed with the error above; its requests were answered with status 500")
         if signal.SIGINT in self._signals:
             raise KeyboardInterrupt
 
@@ -119,7 +119,9 @@ class Server:
         self._inner.force_exit = bool(self._signals)
         self._signals.append(number)
         self._front.drain()
-        self._loop.call_later(self._model.config.drain_seconds, self._front.end_all, unavailable("the server ends"))
+        self._loop.call_later(
+            self._model.config.drain_seconds, self._front.end_all, unavailable("the server is shutting down")
+        )
         self._exit()
 
     def _exit(self) -> None:
@@ -129,7 +131,7 @@ class Server:
 class _Inner(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        yield  # `Server` handles them, and the process ends with 0 after SIGTERM
+        yield  # `Server` handles signals, so that the exit code after SIGTERM is 0
 
 
 def _protocol(seconds: float) -> type[H11Protocol]:

@@ -1,4 +1,4 @@
-"""Converts a choice's tokens to text as they arrive: complete characters, up to a stop string."""
+"""Converts a choice's tokens to text as they arrive, in complete characters and up to a stop string."""
 
 import functools
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class Text:
 
     Attributes:
       stopped: whether a stop string ended it.
-      count: the number of generated tokens, including the one that ends the text.
+      count: the number of generated tokens, including the token that ended the text.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str]):
@@ -34,7 +34,7 @@ class Text:
         self._held, self._told, self._tokens = "", 0, list[Token]()
 
     def add(self, event: Event) -> tuple[str, list[Token]]:
-        """Adds the token of `event`, if any, and its end. Returns the text that can no longer change, with its tokens.
+        """Adds an event: a token, the end of the choice, or both. Returns the text that is now final, with its tokens.
 
         Text that may be the beginning of a stop string is held back, and a stop string is not returned.
         """
@@ -57,7 +57,7 @@ class Text:
         return self._released(size, all_tokens=ended and not self.stopped)
 
     def _uncertain(self) -> int:
-        """Returns how many characters at the end may be the beginning of a stop string."""
+        """Returns how many characters at the end of the held text may be the beginning of a stop string."""
         longest = max(map(len, self._stop), default=1) - 1
         text = self._held[-longest:] if longest else ""
         ends = (text[i:] for i in range(len(text)))
@@ -93,7 +93,7 @@ class Names:
         return self._tokenizer.token_bytes(token) if token < self._tokenizer.vocab_size else b""
 
     def starts(self, tokens: Sequence[int]) -> list[int]:
-        """Returns the index of each token's first character in the whole text. Special tokens have no characters."""
+        """Returns the index of each token's first character in the whole text. Special tokens count as empty."""
         found, characters = [], 0
         for token in tokens:
             found.append(characters)

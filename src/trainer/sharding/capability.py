@@ -1,7 +1,7 @@
 """The device properties that configuration checks need: number, platform, slices and CUDA compute capability.
 
 JAX returns the capability of its default backend, which is wrong if a program is compiled for absent devices. These
-functions ask the devices of the mesh, which may belong to a topology.
+functions read the properties from the devices of the mesh, which may be compile-only devices of a topology.
 """
 
 import re
@@ -12,7 +12,7 @@ import jax
 
 
 def hardware(devices: Sequence[jax.Device]) -> dict[str, Any]:
-    """Returns the arguments of `config.resolve` that describe `devices`."""
+    """Returns the keyword arguments of `config.resolve` that describe `devices`."""
     return {
         "device_count": len(devices),
         "platform": devices[0].platform,
@@ -28,15 +28,16 @@ def slice_count(devices: Sequence[jax.Device]) -> int | None:
 
 
 def slice_of(device: Any) -> int | None:
-    """Returns the number of a device's slice; None if it has none, as on CPU.
+    """Returns the index of a device's slice; None if the device has no slice, as on CPU.
 
-    Each GPU host is one slice. JAX reports this for present GPUs, but slice 0 for all GPUs that it only compiles for.
+    Each GPU host is one slice. JAX reports its index for present GPUs, but 0 for all compile-only GPUs.
     """
     return device.process_index if _is_absent_gpu(device) else getattr(device, "slice_index", None)
 
 
 def memory_kinds(devices: Sequence[jax.Device]) -> list[str]:
-    """Returns the kinds of memory that each of `devices` can address. GPUs that are only compiled for list none."""
+    """Returns the kinds of memory that each of `devices` can address. For compile-only GPUs, JAX lists
+    none, and the result is constant."""
     if _is_absent_gpu(devices[0]):
         return ["device", "pinned_host"]
     return [memory.kind for memory in devices[0].addressable_memories()]
@@ -48,7 +49,7 @@ def _is_absent_gpu(device: Any) -> bool:
 
 
 def compute_capability(devices: Sequence[jax.Device]) -> tuple[int, int] | None:
-    """Returns the lowest CUDA compute capability of `devices`, such as (9, 0) for an H200; None if one has none."""
+    """Returns the lowest CUDA compute capability of `devices`, such as (9, 0) for an H200; None if any has none."""
     found = [re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", ""))) for device in devices]
     known = [(int(match[1]), int(match[2])) for match in found if match]
     return min(known) if len(known) == len(found) else None

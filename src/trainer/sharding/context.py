@@ -1,7 +1,7 @@
 """The sharding functions for layers. They take logical axis names only.
 
-Outside of `on_mesh` they do nothing, so a layer also works in a notebook. Inside `shard_mapped` they shard arrays over
-the mesh axes that are not manual there.
+Outside of `on_mesh` they do nothing, so a layer also works without a mesh, as in a notebook. Inside `shard_mapped` they
+shard arrays over the mesh axes that are not manual there.
 """
 
 import contextlib
@@ -19,11 +19,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from trainer.sharding.capability import compute_capability
 from trainer.sharding.rules import Axes, Rules, axes_of, entry, named_sharding, spec
 
-# The rule of this name lists the mesh axes over which traced code is mapped by `jax.vmap(..., spmd_axis_name=...)`.
+# The name of the rule that lists the mesh axes over which `jax.vmap(..., spmd_axis_name=...)` maps traced code.
 MAPPED = "mapped"
 
-_STAGE = "activation_stage"  # the axis of a pipeline's stages in activations
-_OF_STAGES = (_STAGE, "stages")  # the same in activations and in parameters
+_STAGE = "activation_stage"  # the logical axis of a pipeline's stages in activations
+_OF_STAGES = (_STAGE, "stages")  # the logical axes of stages in activations and in parameters
 
 current_mesh: contextvars.ContextVar[tuple[Mesh, Rules] | None] = contextvars.ContextVar("mesh and rules", default=None)
 
@@ -37,7 +37,7 @@ def on_mesh(mesh: Mesh, rules: Rules) -> Iterator[None]:
 
 @contextlib.contextmanager
 def off_mesh() -> Iterator[None]:
-    """A context in which traced code shards nothing, e.g. initialization with shapes that the mesh does not divide."""
+    """A context in which traced code shards nothing, e.g. to initialize arrays that the mesh does not divide."""
     with _traced_on(None):
         yield
 
@@ -53,7 +53,7 @@ def _traced_on(where: tuple[Mesh, Rules] | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def inside_stages() -> Iterator[None]:
-    """A context in which only `activation_stage`, and `stages` of parameters, are sharded over a pipeline's stages."""
+    """A context in which only the logical axes `activation_stage` and `stages` are sharded over a pipeline's stages."""
     current = current_mesh.get()
     with _traced_on(None if current is None else (current[0], _without_stages(current[1]))):
         yield
@@ -67,8 +67,8 @@ def _without_stages(rules: Rules) -> Rules:
 
 
 def over_stages(fn: Callable[..., Any], in_axes: Any) -> Callable[..., Any]:
-    """Returns `fn`, mapped over the stages of a pipeline. `in_axes`: as in `jax.vmap`. Inside, all arrays are sharded
-    over the stages along the mapped axis."""
+    """Returns `fn`, mapped over the stages of a pipeline. `in_axes`: as in `jax.vmap`. Inside `fn`, the mapped axis
+    of every array is sharded over the stages."""
     current = current_mesh.get()
     if current is None:
         return jax.vmap(fn, in_axes)
@@ -83,7 +83,7 @@ def over_stages(fn: Callable[..., Any], in_axes: Any) -> Callable[..., Any]:
 
 
 def same_mesh() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Returns a function that makes a context with the current mesh and rules, for a backward pass traced later."""
+    """Returns a function that returns a context with the current mesh and rules, for a backward pass traced later."""
     return functools.partial(_traced_on, current_mesh.get())
 
 
@@ -108,11 +108,11 @@ def on_tpu() -> bool:
 
 
 def sum_dtype(x: jax.Array) -> jnp.dtype | None:
-    """Returns the `preferred_element_type` of a product with `x`; the result is then cast to the dtype of `x`.
+    """Returns the `preferred_element_type` of a product with `x`: float32 for bfloat16 on CPU, otherwise None, so
+    that the product has the dtype of `x`. The caller casts a float32 result to the dtype of `x`.
 
-    Every platform accumulates bfloat16 products in float32. XLA's CPU backend has fast code only for products that
-    return float32: a bfloat16 product that returns bfloat16 takes 2.5 to 4 times as long. None: the product returns the
-    dtype of `x` without a cast.
+    Every platform accumulates bfloat16 products in float32. But XLA's CPU backend has fast code only for products that
+    return float32: a bfloat16 product that returns bfloat16 takes 2.5 to 4 times as long.
     """
     return jnp.dtype(jnp.float32) if x.dtype == jnp.bfloat16 and on_platform("cpu") else None
 
@@ -128,8 +128,8 @@ def constrain(x: jax.Array, names: Sequence[str | None]) -> jax.Array:
 
 
 def for_product(x: jax.Array, rows: Sequence[str | None], names: Sequence[str | None]) -> jax.Array:
-    """Returns `x` [*rows, *axes], the input or the result of a matrix product, with its axes sharded like the matrix
-    axes `names`. Mesh axes that shard rows are excluded, because the matrix is gathered over them.
+    """Returns `x` [*rows, *axes], the input or the result of a matrix product, with `axes` sharded like the matrix
+    axes `names`, but not over mesh axes that shard rows, because the matrix is all-gathered over them.
 
     Without this constraint, XLA in jaxlib 0.10.2 returns wrong rows if data, fsdp and tensor are all above 1 and there
     are few tokens (docs/decisions/0021). libtpu is correct, so TPU programs are left unchanged.
@@ -174,7 +174,7 @@ def shards(names: Sequence[str | None]) -> int:
 
 
 def splits_rows() -> bool:
-    """Returns whether the compiler shards the tokens of rows (`activation_length`)."""
+    """Returns whether the compiler divides rows along their tokens (`activation_length`)."""
     current = current_mesh.get()
     return current is not None and "activation_length" in current[1] and shards(("activation_length",)) > 1
 
@@ -182,7 +182,7 @@ def splits_rows() -> bool:
 def sharding_of(names: Sequence[str | None], shape: Sequence[int]) -> NamedSharding | None:
     """Returns the sharding of an array of `shape` with axes called `names`; None outside of a mesh.
 
-    Inside `shard_mapped`, `shape` is the shape of one device's part, and manual mesh axes are left out.
+    Inside `shard_mapped`, `shape` is the shape of one device's shard, and the sharding omits manual mesh axes.
     """
     current = current_mesh.get()
     if current is None:
@@ -192,7 +192,7 @@ def sharding_of(names: Sequence[str | None], shape: Sequence[int]) -> NamedShard
     if not inside.manual_axes:
         return named_sharding(mesh, names, shape, rules)
     if any(axis in inside.manual_axes for axis in rules.get(MAPPED, ())):
-        return None  # JAX's vmap rule would add the mapped axis, which is manual here; the compiler chooses a sharding
+        return None  # the compiler chooses, because JAX's vmap rule would add the mapped axis, which is manual here
     free = {name: tuple(axis for axis in axes if axis not in inside.manual_axes) for name, axes in rules.items()}
     return named_sharding(inside, names, shape, free)
 
@@ -200,25 +200,27 @@ def sharding_of(names: Sequence[str | None], shape: Sequence[int]) -> NamedShard
 def shard_mapped(
     fn: Callable[..., Any], in_names: Any, out_names: Any, *, over: Sequence[str] | None = None, check: bool = True
 ) -> Callable[..., Any]:
-    """Returns a function that runs `fn` on each device with its shards, and assembles results by `out_names`.
+    """Returns a function that runs `fn` on each device's shards and assembles the results by `out_names`.
 
-    Inside, `mesh_axes` returns the mesh axes of a logical name, for collectives. An NNX module in tree mode may be an
-    argument. Values that `fn` assigns to its Variables persist after the call; attributes that `fn` adds do not.
+    Inside `fn`, `mesh_axes` returns the mesh axes of a logical name, for collectives. An NNX module in tree mode may be
+    an argument. Values that `fn` assigns to the module's Variables persist after the call; attributes that `fn` adds to
+    the module do not.
     Outside of `on_mesh` the result is `fn` itself.
 
     Args:
       in_names: a tuple with an entry for each positional argument. The entry of an array or a subtree is one `Axes`
-        (like a PartitionSpec in `jax.shard_map`), or a tree of them. The entry of a module is one `Axes` for the whole
-        module, or a module with `Axes` in place of its Variables.
+        (like a PartitionSpec in `jax.shard_map`), or a tree of `Axes`. The entry of a module is one `Axes` for the
+        whole module, or a module with `Axes` in place of its Variables.
       out_names: the same for the result.
       over: logical names whose mesh axes are manual in `fn`; the compiler shards the other axes as usual. None: all
         mesh axes are manual.
-      check: False for kernels and custom backward passes, such as that of `take`: JAX cannot tell whether their results
-        are equal on all devices. With False, JAX trusts `out_names` and the names of the Variables that `fn` assigns.
+      check: False for kernels and custom backward passes, such as the backward pass of `take`: JAX cannot tell whether
+        their results are equal on all devices. With False, JAX trusts `out_names` and the names of the Variables that
+        `fn` assigns.
 
     Raises:
       ValueError: at the call, if a Variable occurs twice in the arguments, or if a result or an assigned Variable may
-        differ between devices on which its names say that it is replicated.
+        differ between devices over which its names replicate it.
       UserError: a name has no rule.
     """
     current = current_mesh.get()
@@ -230,7 +232,7 @@ def shard_mapped(
         manual = set(mesh.axis_names)
     else:
         manual = {axis for name in over for axis in axes_of(spec([name], rules)[0])}
-        if not manual:  # JAX reads an empty set as all axes
+        if not manual:  # to JAX, an empty set means all axes
             return fn
         rules = {name: tuple(axis for axis in axes if axis in manual) for name, axes in rules.items()}
         manual.update(mapped)  # JAX's vmap rule shards the mapped axis, which is possible only for a manual mesh axis

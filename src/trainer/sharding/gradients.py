@@ -13,13 +13,14 @@ from trainer.sharding.rules import without_fsdp
 
 
 def gathered_over_fsdp(x: jax.Array, names: Sequence[str | None]) -> jax.Array:
-    """Returns `x` sharded by logical names, but not over `derived.FSDP`. The gradient is sharded over all mesh axes."""
+    """Returns `x` sharded by `names`, but all-gathered over the mesh axes in `derived.FSDP`. Its gradient is sharded by
+    `names` over all mesh axes."""
     at = sharding_of(names, x.shape)
     return x if at is None else _resharded(jax.lax.with_sharding_constraint(x, at), without_fsdp(at), at)
 
 
 def with_gradient_over(x: jax.Array, names: Sequence[str | None]) -> jax.Array:
-    """Returns `x` unchanged. Its gradient is sharded by the logical names of its axes, however `x` is sharded."""
+    """Returns `x` unchanged. Its gradient is sharded by `names`, however `x` is sharded."""
     at = sharding_of(names, x.shape)
     return x if at is None else _resharded(x, None, at)
 
@@ -50,17 +51,18 @@ def reduce_gradient_early(
     """Returns `x` and `matrix` for their product. In the backward pass, the weight gradient is reduced over devices
     before the input gradient is used.
 
-    Otherwise the compiler keeps the unreduced gradient of a matrix at the end of a model through the backward pass of
-    all layers. If a TPU device has more rows than the matrix has inputs, the matrix is all-gathered before the product:
-    libtpu would compute the product as a ring with two copies of the result, which is larger than the matrix.
+    Otherwise, for a matrix at the end of a model, the compiler stores the unreduced gradient throughout the backward
+    pass of all layers. On TPU, if a device has more rows than the matrix has inputs, the matrix is all-gathered before
+    the product: libtpu would otherwise compute the product in a ring, with two copies of the result, which is larger
+    than the matrix.
 
     Args:
       x: [*rows, *inputs]. Inside `shard_mapped`, where each device has separate gradients, `x` and `matrix` are
         returned unchanged.
       matrix: [*inputs, *outputs] or [*outputs, *inputs].
       names: the logical names of the axes of `matrix`.
-      gathered: the logical names of the axes of the all-gathered matrix, with None for inputs. If not given, the matrix
-        is never all-gathered.
+      gathered: the logical names of the axes of the all-gathered matrix, with None for the input axes. If not given,
+        the matrix is never all-gathered.
       rows: the logical names of the row axes of `x`.
     """
     at = sharding_of(names, matrix.shape)

@@ -29,9 +29,9 @@ def take(
 
     Args:
       dtype: the dtype of the result; None: the dtype of the table.
-      names: the logical names of the table's axes. If given, TPUs with a replicated table sum the table's gradient in
-        the memory of one table instead of two (`_summed_by_device`), and devices with a part of the table's columns sum
-        only these columns (`_summed_by_columns`).
+      names: the logical names of the table's axes. They make the gradient's sum cheaper: on TPUs that replicate the
+        table, it needs the memory of one table instead of two (`_summed_by_device`); devices that store only some of
+        the table's columns sum only those columns (`_summed_by_columns`).
     """
     dtype = table.dtype if dtype is None else dtype
     add = _sum
@@ -54,7 +54,7 @@ _Add = Callable[[Sequence[int], jax.Array, jax.Array], jax.Array]  # `_sum`, or 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _rows(table: jax.Array, ids: jax.Array, dtype: jnp.dtype, add: _Add) -> jax.Array:
-    # Casting after the lookup would also sum in float32, but devices would exchange rows in float32.
+    # A cast after the lookup would also sum the gradient in float32, but devices would exchange float32 rows.
     return table.astype(dtype)[ids]
 
 
@@ -64,8 +64,8 @@ def _rows_forward(table: jax.Array, ids: jax.Array, dtype: jnp.dtype, add: _Add)
 
 def _rows_backward(dtype: jnp.dtype, add: _Add, kept: Any, cotangent: jax.Array) -> Any:
     table, ids = kept  # only the shape and dtype of the table are used
-    # The compiler sorts the ids for this sum. Without the barrier it sorts them before the backward pass and keeps them
-    # through the whole pass.
+    # The compiler sorts the ids for this sum. Without the barrier, it sorts them before the backward pass and stores
+    # the sorted ids throughout that pass.
     ids, cotangent = jax.lax.optimization_barrier((ids, cotangent))
     gradient = add(table.shape, ids, cotangent)
     # Without this barrier the compiler all-gathers the gradient of a tied head in order to add to it.
@@ -82,9 +82,9 @@ def _sum(shape: Sequence[int], ids: jax.Array, rows: jax.Array, ordered: bool = 
 
 def _steps(names: Sequence[str | None], out_names: Sequence[str | None], ndim: int) -> list[NamedSharding]:
     """Returns a sequence of shardings of looked-up rows, from the ids' sharding to the sharding of the table's columns.
-    It is empty unless the columns' mesh axes shard more than one axis of the ids, as with fsdp and context.
+    The sequence is empty unless the columns' mesh axes shard more than one axis of the ids, as with fsdp and context.
 
-    Each transition is one all-to-all. Without these, the compiler gathers the rows of all ids on every device.
+    Each transition is one all-to-all. Without the sequence, the compiler all-gathers the rows of all ids.
     """
     current = current_mesh.get()
     if current is None or jax.sharding.get_abstract_mesh().manual_axes:
@@ -131,10 +131,10 @@ def _summed_by_device(
     """Returns the same as `_sum`, for the case `_only_rows_are_split`: each device sums its rows in the order of their
     ids, then an all-reduce adds the results.
 
-    libtpu reduces a sum over ordered ids in place. For unordered ids it uses another kernel, and the reduction needs a
-    second float32 array of the table's size.
+    If the ids are sorted, libtpu all-reduces the sum in place. If not, it computes the sum with another kernel, and the
+    all-reduce needs a second float32 array of the table's size.
 
-    `mesh`: makes the context of the forward pass (`same_mesh`), because JAX may trace the backward pass elsewhere.
+    `mesh`: returns the mesh context of the forward pass (`same_mesh`). JAX may trace the backward pass outside of it.
     """
     of_ids = Axes(out_names[: ids.ndim])
 
@@ -151,7 +151,7 @@ def _summed_by_device(
 def _by_columns(
     names: Sequence[str | None], out_names: Sequence[str | None], ndim: int
 ) -> tuple[NamedSharding, NamedSharding] | None:
-    """Returns shardings of ids and rows for `_summed_by_columns`, if mesh axes of columns also shard ids; else None."""
+    """Returns shardings of ids and rows for `_summed_by_columns`; None unless the columns' mesh axes also shard ids."""
     current = current_mesh.get()
     if current is None or jax.sharding.get_abstract_mesh().manual_axes:
         return None
@@ -171,7 +171,8 @@ def _by_columns(
 def _summed_by_columns(
     shape: Sequence[int], ids: jax.Array, rows: jax.Array, *, at: tuple[NamedSharding, NamedSharding]
 ) -> jax.Array:
-    """Returns the same as `_sum`. Each device gets its columns of more rows, sums them, and reduces the sums over the
-    mesh axes that do not shard the columns. Otherwise the compiler reduces the whole table on every device."""
+    """Returns the same as `_sum`. The rows are resharded so that each device has more rows but only its columns. The
+    devices sum these, and all-reduce the sums over the mesh axes that do not shard columns. Otherwise the compiler
+    all-reduces the whole table on every device."""
     ids, rows = jax.tree.map(jax.lax.with_sharding_constraint, (ids, rows), at)
     return _sum(shape, ids, rows)

@@ -17,7 +17,7 @@ from trainer.sharding.capability import hardware, slice_count, slice_of
 
 
 def get_mesh_from_config(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Returns the mesh of `config`, resolved or not, over `devices`; None: all devices of all processes.
+    """Returns the mesh of `config`, resolved or not, over `devices` (default: all devices of all processes).
 
     Raises:
       UserError: the configuration does not fit the devices. Reports all mistakes at once.
@@ -27,9 +27,10 @@ def get_mesh_from_config(config: Config, devices: Sequence[jax.Device] | None = 
 
 
 def side_devices(config: Config, devices: Sequence[jax.Device]) -> Sequence[jax.Device]:
-    """Returns the `devices` for one side of a comparison: as many as the side's mesh needs, or all if a size is -1."""
+    """Returns the devices of one side of a comparison: as many of `devices` as the side's mesh needs; all of them if a
+    mesh size is -1 or if there are several slices."""
     sizes = [config[key] for key in ICI.values()]
-    if -1 in sizes or (slice_count(devices) or 1) > 1:  # with several slices, an axis of size -1 takes all devices
+    if -1 in sizes or (slice_count(devices) or 1) > 1:  # with several slices, a DCN size may be -1
         return devices
     return devices[: math.prod(sizes) * abs(math.prod(config[key] for key in DCN.values()))]
 
@@ -37,8 +38,8 @@ def side_devices(config: Config, devices: Sequence[jax.Device]) -> Sequence[jax.
 def make_mesh(config: Config, devices: Sequence[jax.Device]) -> Mesh:
     """Returns a mesh of `devices` with the axes and sizes of a resolved configuration, the outermost axis first.
 
-    In an axis that spans both slices and devices within slices, slices are outermost. Devices without slices keep their
-    order, which is by process. Axes have JAX's type Auto: the compiler propagates the shardings of `constrain` and of
+    In an axis that spans both slices and devices within slices, slices are outermost. CPU devices keep their order,
+    which is by process. Axes have JAX's type Auto: the compiler propagates the shardings of `constrain` and of
     the state. A mesh of several CPU devices disables JAX's compilation cache (`runtime.programs`).
 
     Raises:

@@ -1,4 +1,4 @@
-"""The logical axes of arrays derived from a parameter: its parts, and sums over some of its axes."""
+"""The logical axes of arrays derived from a parameter, such as quantized parts or sums over some axes."""
 
 import itertools
 import math
@@ -12,12 +12,13 @@ from trainer.config.errors import UserError
 from trainer.sharding.context import shards
 from trainer.sharding.rules import Axes, Tiles
 
-# The logical axes that stack the layers of a stack: the leading axes of its parameters. Without a pipeline only LAYERS.
+# The logical axes that stack layers. They are the leading axes of a stack's parameters: only LAYERS without a pipeline,
+# all three in one.
 REPEATS, STAGES, LAYERS = STACKED = ("circular_repeats", "stages", "layers")
 
 
 def leading(axes: Sequence[str | None]) -> int:
-    """Returns the number of leading axes that stack the layers of a stack: 0, 1, or 3 in a pipeline."""
+    """Returns the number of leading axes that stack layers (STACKED): 0 outside of stacks, 1, or 3 in a pipeline."""
     return len(axes) - len([*itertools.dropwhile(STACKED.__contains__, axes)])
 
 
@@ -25,15 +26,16 @@ def axes_of_parts(axes: Axes, parameter: Any, name: str = "a parameter") -> Any:
     """Returns the axes of each array of a parameter, in a tree with the parameter's structure.
 
     The parameter is an array with `axes`, or a pytree of parts such as integers and their scales. The shape of the
-    parameter is the smallest that contains all parts with an axis for each of `axes`. A part has this shape, but may
-    lack some axes or have length 1 in them. A part with an axis for each of `axes` may also have one entry for each
-    tile of an axis, such as a scale for each group of inputs. If all tiles have equal lengths, the part's axis keeps
-    its name, as `Tiles`: a device then holds the entries for its tiles of the parameter, or for all tiles if the mesh
-    does not divide their number.
-    If the last tile is shorter, the axis of the part has no name.
+    parameter is the elementwise maximum over the shapes of all parts that have as many axes as `axes`. A part has this
+    shape, but may lack some axes or have length 1 in them.
+
+    A part that lacks no axis may also have one entry for each tile of an axis, such as a scale for each group of
+    inputs. If all tiles have equal lengths, this axis of the part keeps its name, as `Tiles`: each device then stores
+    the entries for its tiles of the parameter, or for all tiles if the mesh does not divide the number of tiles. If the
+    last tile is shorter, this axis of the part has no name.
 
     Raises:
-      UserError: a part has another shape, or it is ambiguous which of several equally long axes a part lacks.
+      UserError: the shape of a part does not fit, or it is ambiguous which of several equally long axes a part lacks.
     """
     if jax.tree_util.all_leaves([parameter]):
         return axes
@@ -47,18 +49,18 @@ def axes_of_parts(axes: Axes, parameter: Any, name: str = "a parameter") -> Any:
         title += f" {jax.tree_util.keystr(path, simple=True, separator='/')} of shape {list(part.shape)}"
         if not found:
             raise UserError(
-                f"{title} does not fit: a part may only lack axes, except layers, or have length 1 in them, or have an "
-                "entry for each tile of an axis"
+                f"{title} does not fit: in each axis, a part may have the full length, length 1, or one entry per "
+                "tile; or it may lack axes other than layers"
             )
-        raise UserError(f"{title} may lack one axis or another; give it length 1 in the axes that it lacks")
+        raise UserError(f"{title} may lack either of two equally long axes; give it length 1 in the axes that it lacks")
 
     return jax.tree_util.tree_map_with_path(one, parameter)
 
 
 def with_own_tiles(axes: Axes, parameter: Any, name: str = "a parameter") -> Any:
-    """Returns the parameter with parts that can be sharded like the parameter, for `shard_mapped`: if devices share a
-    tile, the parts get entries for smaller tiles, so that no tile spans two devices. `axes`: the parameter's axes in
-    `shard_mapped`. Raises UserError if the last tile of a sharded axis is shorter."""
+    """Returns the parameter with parts that `shard_mapped` can shard like the parameter: if a tile would span devices,
+    entries of the part are repeated for smaller tiles. `axes`: the parameter's axes in `shard_mapped`. Raises UserError
+    if the last tile of a sharded axis is shorter than the others."""
     if jax.tree_util.all_leaves([parameter]):
         return parameter
     whole = _whole(axes, parameter)
@@ -87,11 +89,11 @@ def _whole(axes: Axes, parameter: Any) -> tuple[int, ...]:
 
 
 def kept_axes(axes: Axes, whole: Sequence[int], shape: Sequence[int]) -> list[Axes]:
-    """Returns possible axes of an array of `shape`, derived from an array of shape `whole` with `axes`; [] if it does
-    not fit.
+    """Returns the possible axes of an array of `shape` that was derived from an array of shape `whole` with `axes`; []
+    if `shape` does not fit.
 
     The array may lack axes, except those in STACKED. Axes that were reduced to length 1 have no name; the others keep
-    their names. If axes have equal lengths, there are several possibilities; those that lack the last axes come first.
+    their names. If axes have equal lengths, there may be several results; those that lack the last axes come first.
     """
     if len(whole) != len(axes):
         return []
@@ -102,13 +104,13 @@ def kept_axes(axes: Axes, whole: Sequence[int], shape: Sequence[int]) -> list[Ax
     for kept in itertools.combinations(range(len(axes)), len(shape)):
         if stacked <= set(kept) and all(size in (1, whole[i]) for size, i in zip(shape, kept, strict=True)):
             names = Axes(axes[i] if size == whole[i] else None for size, i in zip(shape, kept, strict=True))
-            # An axis of length 1 is not sharded, whatever its name.
+            # An axis of length 1 is never sharded, so results that differ only in its name count as equal.
             found.setdefault(tuple(name if size > 1 else None for name, size in zip(names, shape, strict=True)), names)
     return list(found.values())
 
 
 def _tiled_axes(axes: Axes, whole: Sequence[int], shape: Sequence[int]) -> list[Axes]:
-    """Returns the axes of a part that has one entry for each tile of some axes; [] if it does not fit."""
+    """Returns the axes of a part that has one entry for each tile of some axes; [] if `shape` does not fit."""
     if len(shape) != len(axes):
         return []
     names = []

@@ -12,7 +12,7 @@ Rules = Mapping[str, tuple[str, ...]]
 
 
 class Axes(tuple[str | None, ...]):
-    """The logical axis names of one array. It is a pytree leaf, while a plain tuple would be a node."""
+    """The logical axis names of one array. An `Axes` is a pytree leaf; a plain tuple would be a node."""
 
 
 class Tiles(str):
@@ -25,9 +25,9 @@ class Tiles(str):
 def spec(
     names: Sequence[str | None], rules: Rules, what: str = "an array", shape: Sequence[int] | None = None
 ) -> PartitionSpec:
-    """Returns the PartitionSpec of `what`, an array with logical axes `names`. An axis named None is never sharded.
+    """Returns the PartitionSpec of an array with logical axes `names`. An axis named None is never sharded.
 
-    `shape` only makes messages clearer.
+    `what` and `shape` describe the array in messages.
 
     Raises:
       UserError: a name has no rule, or two axes of the array map to the same mesh axis.
@@ -57,10 +57,10 @@ def named_sharding(
     rules: Rules,
     what: str = "an array",
 ) -> NamedSharding:
-    """Returns the sharding on `mesh` of `what`, an array with this shape and axes called `names`.
+    """Returns the sharding on `mesh` of an array of `shape` with logical axes `names`. `what` describes it in messages.
 
     Raises:
-      UserError: see `spec`; or its mesh axes do not divide the size of an axis whose name is not a `Tiles`.
+      UserError: see `spec`; or the mesh axes of an axis do not divide its size, unless its name is a `Tiles`.
     """
     partition = spec(names, rules, what, shape)
     entries = []

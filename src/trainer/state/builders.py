@@ -1,6 +1,6 @@
 """Trees of shapes, shardings and specs for a native train state. The functions have MaxText's names.
 
-Each tree has exactly the structure of its state, so `jax.tree.map` can zip any two of them.
+Each tree has exactly the structure of the state, so `jax.tree.map` can zip any two of them.
 See docs/guides/state-sharding.md.
 """
 
@@ -39,7 +39,7 @@ def get_abstract_state_nnx(
     Nothing is allocated.
 
     Args:
-      config: resolved or not. It must have the same combination of flags as the state.
+      config: resolved or not. Its flags for NNX or Linen must match the state.
       mesh: from `get_mesh_from_config`.
       init_fn: takes no arguments and returns a native train state with any optimizer: an `nnx.State`, a
         `TrainStateNNX` (which is split), or a Linen `TrainState`. `init_state_fn(codec)` returns such a function.
@@ -73,7 +73,7 @@ def get_named_sharding_nnx(abstract_state: Any) -> Any:
     def one(path: Any, leaf: Any) -> Any:
         if getattr(leaf, "sharding", None) is None:
             name = jax.tree_util.keystr(path)
-            raise UserError(f"{name} carries no sharding: see get_abstract_state_nnx and set_named_sharding_nnx")
+            raise UserError(f"{name} has no sharding; set it with get_abstract_state_nnx or set_named_sharding_nnx")
         return leaf.sharding
 
     return jax.tree_util.tree_map_with_path(one, abstract_state)
@@ -97,13 +97,13 @@ def build_zero1_input_state_mesh_shardings(config: Config, state_mesh_shardings:
     """Returns the compute shardings of a Zero-1 step: parameters all-gathered over data, everything else as stored.
 
     Args:
-      config: resolved or not. It must have the same combination of flags as the state.
+      config: resolved or not. Its flags for NNX or Linen must match the state.
       state_mesh_shardings: the storage shardings of a native train state.
       params_shardings: the compute shardings of its parameters: a nested dict of canonical names (the `params` of a
         `TrainTree` or of a Linen TrainState), or an `nnx.State` of Params.
 
     Returns:
-      A copy of `state_mesh_shardings`, with `params_shardings` at the parameters.
+      A copy of `state_mesh_shardings`, with the shardings of the parameters replaced by `params_shardings`.
 
     Raises:
       UserError: the two trees do not have the same parameters.

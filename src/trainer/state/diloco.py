@@ -25,20 +25,21 @@ from trainer.state.builders import AbstractState, get_partition_spec_nnx, set_na
 from trainer.state.host import storage_shardings
 from trainer.state.shardings import Tensor, state_shardings, tensors
 
-AXIS = "diloco"  # the mesh axis
+AXIS = "diloco"  # the mesh axis of islands
 INNER = "inner_state"
 
 
 class DiLoCoTrainState(NamedTuple):
-    """A train state of DiLoCo. `inner_state` is a `TrainTree`, or in native form the islands' native train state."""
+    """A train state of DiLoCo. In canonical form, `inner_state` is a `TrainTree`; in native form, it is the
+    islands' native train state."""
 
     inner_state: Any  # the islands' train states, each leaf [islands, ...]
     params: Any  # the outer parameters, a nested dict of canonical names; float32 where an island has bfloat16
     outer_opt_state: Any  # state of the outer optimizer: optax's structure over `params`
     step: Any  # int32 []
-    # int32 [], only if islands take over a synchronized fragment some updates later: the number of the update that
-    # synchronized the pending fragment, which islands have not taken over yet; 0 if no fragment is pending. The outer
-    # parameters already contain the pending fragment's new values.
+    # int32 []: the number of the update that synchronized the pending fragment, which the islands have not taken over
+    # yet; 0 if no fragment is pending. The outer parameters already contain the pending fragment's new values. None if
+    # islands take over each fragment in the update that synchronizes it.
     in_flight: Any = None
 
 
@@ -58,22 +59,23 @@ def without_islands(tree: DiLoCoTrainState) -> tuple[Any, Any]:
 
 
 def widened(params: Any) -> Any:
-    """Returns parameters (arrays or ShapeDtypeStructs) cast to the dtypes of outer parameters."""
+    """Returns parameters (arrays or ShapeDtypeStructs) in the dtypes of outer parameters: float32 for bfloat16."""
 
     def one(leaf: Any) -> Any:
         if leaf.dtype != jnp.bfloat16:
             return leaf
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf.update(dtype=jnp.float32)
-        return jax.lax.optimization_barrier(leaf).astype(jnp.float32)  # XLA may leave out a cast and its inverse
+        return jax.lax.optimization_barrier(leaf).astype(jnp.float32)  # or XLA drops a cast to bfloat16 and back
 
     return jax.tree.map(one, params)
 
 
 def like_islands(count: int, tree: TrainTree) -> DiLoCoTrainState:
-    """Returns the parameters, step and `rest` of `count` islands as shapes, with shardings like those in `tree`.
+    """Returns the outer parameters, the step, and the `rest` of `count` islands as ShapeDtypeStructs, sharded as in
+    `tree`.
 
-    Every device that stores the `rest` of `tree` stores the `rest` of all islands.
+    The `rest` is not sharded over islands: each device stores its shard for every island.
     """
 
     def of_each(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -105,43 +107,44 @@ class DiLoCoCodec:
 
     def broadcast(self, tree: TrainTree, outer: Any = None) -> DiLoCoTrainState:
         """Returns the canonical state in which every island has the train state `tree`, with a new outer optimizer
-        state. `outer`: the outer parameters if `tree` contains their rounded values; None: `tree` is not rounded."""
+        state. `outer`: the outer parameters, if those in `tree` are rounded; default: the parameters of `tree`."""
         inner = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (self._count, *leaf.shape)), tree)
         in_flight = jnp.zeros([], jnp.int32) if self._delayed else None
         outer = widened(tree.params if outer is None else outer)
         return DiLoCoTrainState(inner, outer, self._outer.init(outer), tree.step, in_flight)
 
     def weights(self, tree: DiLoCoTrainState) -> tuple[Any, Any]:
-        """Returns `without_islands`, with the parameters in the dtypes of the model."""
+        """Returns the result of `without_islands`, with the parameters cast to the dtypes of the model."""
         params, rest = without_islands(tree)
         return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), params, self.model.abstract[0]), rest
 
     def unpack(self, native: DiLoCoTrainState) -> DiLoCoTrainState:
-        """Converts a native state to the canonical form by reordering leaves. Raises ValueError if it is canonical."""
+        """Converts a native state to the canonical form by reordering leaves. Raises ValueError if the
+        state is already canonical."""
         if isinstance(native.inner_state, TrainTree):
-            raise ValueError("unpack: this DiLoCoTrainState is canonical already, its inner_state is a TrainTree")
+            raise ValueError("unpack: this DiLoCoTrainState is already canonical: its inner_state is a TrainTree")
         return native._replace(inner_state=self.inner.unpack(native.inner_state))
 
     def pack(self, tree: DiLoCoTrainState) -> DiLoCoTrainState:
         """Returns the inverse of `unpack`.
 
         Raises:
-          ValueError: the state is native already.
+          ValueError: the state is already native.
         """
         if not isinstance(tree.inner_state, TrainTree):
             kind = type(tree.inner_state).__name__
-            raise ValueError(f"pack: this DiLoCoTrainState is native already, its inner_state is of type {kind}")
+            raise ValueError(f"pack: this DiLoCoTrainState is already native: its inner_state is of type {kind}")
         return tree._replace(inner_state=self.inner.pack(tree.inner_state))
 
 
 def make_diloco_codec(config: Config, inner: StateCodec) -> DiLoCoCodec:
-    """Returns the codec for all islands of `config`, resolved. `inner` is the codec of one island's train state."""
+    """Returns the codec for all islands of the resolved `config`. `inner`: the codec of one island's train state."""
     delayed = schedule(config).delay > 0
     return DiLoCoCodec(inner, make_outer_optimizer(config), islands(config), delayed=delayed)
 
 
 def build_diloco_state(config: Config, codec: StateCodec, state: Any) -> DiLoCoTrainState:
-    """Returns the native DiLoCo state in which every island of `config`, resolved, has the native train state `state`.
+    """Returns the native DiLoCo state in which every island of the resolved `config` has the native state `state`.
 
     `codec` is the codec of `state`. Call this under jit, with the shardings of `build_abstract_diloco_state` as
     `out_shardings`.
@@ -151,7 +154,7 @@ def build_diloco_state(config: Config, codec: StateCodec, state: Any) -> DiLoCoT
 
 
 def build_abstract_diloco_state(config: Config, codec: StateCodec, mesh: Mesh) -> AbstractState:
-    """Returns the abstract native DiLoCo state of `config`, resolved, its specs and its storage shardings.
+    """Returns the abstract native DiLoCo state of the resolved `config`, with its specs and storage shardings.
 
     Nothing is allocated.
 
@@ -199,7 +202,7 @@ def diloco_tensors(codec: DiLoCoCodec) -> DiLoCoTrainState:
 
 
 def _like_parameters(tree: Any, of_params: Any, other: Callable[[Any], Any]) -> Any:
-    """Returns `tree` with the leaves of `of_params` in place of the parameters and of each parameter's optimizer state.
+    """Returns `tree` with each parameter and its optimizer state replaced by the parameter's leaf in `of_params`.
 
     The path of a parameter's optimizer state ends with the path of the parameter. Other leaves become `other(leaf)`.
     """

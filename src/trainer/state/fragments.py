@@ -27,7 +27,7 @@ class Fragment:
     gradients, or optimizer state. Leaves that are not in the fragment become None.
     """
 
-    layers: dict[Path, range]  # the fragment's layers in the stack at each path; layers are axis 0 of stack parameters
+    layers: dict[Path, range]  # the fragment's layers in the stack at each path, as indices of the parameters' axis 0
     counts: dict[Path, int]  # the number of layers of each stack
     outside: bool
 
@@ -45,7 +45,7 @@ class Fragment:
         return jax.tree_util.tree_map_with_path(one, tree)
 
     def put(self, tree: Any, part: Any, before: int = 0) -> Any:
-        """Returns `tree` with this fragment replaced by `part`; the inverse of `part`."""
+        """Returns `tree` with this fragment replaced by `part`, a tree like those that the method `part` returns."""
 
         def one(path: Any, leaf: Any, new: Any) -> Any:
             if new is None:
@@ -98,9 +98,10 @@ def _spread(leaf: jax.Array, new: jax.Array, chosen: range, axis: int) -> jax.Ar
 def fragments(config: Config) -> list[Fragment]:
     """Returns the fragments of the parameters of `config`, in the order of their numbers.
 
-    Fragment 0 contains the parameters outside of the stacks. Layers are numbered through all stacks and divided among
-    the other n fragments: layer i is in fragment 1 + (i modulo n) or, with `use_sequential_layers`, in one of n
-    contiguous runs whose lengths differ by at most one. Here, one repetition of a pattern of blocks is one layer.
+    Fragment 0 contains the parameters outside of the stacks. Layers are numbered consecutively through all stacks and
+    divided among the other n fragments: layer i is in fragment 1 + (i modulo n) or, with `use_sequential_layers`, in
+    one of n contiguous runs whose lengths differ by at most one. Here, one repetition of a pattern of blocks is one
+    layer.
 
     Raises:
       UserError: there are more fragments than layers plus one.
@@ -111,7 +112,7 @@ def fragments(config: Config) -> list[Fragment]:
         return [Fragment({path: range(count) for path, count in counts.items()}, counts, True)]
     if number - 1 > total:
         raise UserError(
-            f"num_diloco_fragments={number}: the stacks of this decoder repeat {counted(total, 'layer')}, which can be "
+            f"num_diloco_fragments={number}: the stacks of this decoder have {counted(total, 'layer')}, which can be "
             f"divided into at most {total + 1} fragments"
         )
     chosen = _runs(total, number - 1) if config.use_sequential_layers else _strides(total, number - 1)
@@ -137,7 +138,8 @@ def _runs(total: int, number: int) -> list[Callable[[range], range]]:
 
 
 def _of_stacks(counts: dict[Path, int], choose: Callable[[range], range]) -> dict[Path, range]:
-    """Applies `choose` to the layer numbers, counted through all stacks. Returns the chosen indices in each stack."""
+    """Returns the indices that `choose` selects in each stack. `choose` maps a stack's range of layer numbers, which
+    are consecutive through all stacks, to a part of that range."""
     found, first = {}, 0
     for path, count in counts.items():
         chosen = choose(range(first, first + count))

@@ -11,7 +11,7 @@ from trainer.config.keys import Config
 from trainer.state.shardings import Tensor, tensors
 
 HOST = "pinned_host"
-# The configuration key that keeps a part of a TrainTree in host memory.
+# For each part of a TrainTree that can be offloaded: the configuration key that keeps it in host memory.
 KEYS = {"params": "parameter_memory_host_offload", "opt_state": "optimizer_memory_host_offload"}
 _OFFLOADING = (*KEYS.values(), "teacher_memory_host_offload")
 
@@ -60,4 +60,4 @@ def check_host_memory(config: Config, memory_kinds: list[str]) -> None:
     given = [f"{key}=true" for key in _OFFLOADING if config[key]]
     if given and HOST not in memory_kinds:
         has = ", ".join(sorted(memory_kinds)) or "none that is known"
-        raise UserError(f"{' '.join(given)}: these devices have no {HOST} memory (they have {has}); leave it false")
+        raise UserError(f"{' '.join(given)}: these devices have no {HOST} memory (they have {has}); set false instead")

@@ -16,7 +16,7 @@ def init_state_fn(
     """Returns `init(params=None, rest=None, step=None)`, a function that returns a native train state, sharded.
 
     Its optimizer state is new. Each device computes its own shard. If `params` or `rest` (canonical and sharded) are
-    given, the state takes over their buffers. `step`: see `StateCodec.init`.
+    given, their buffers are donated to the state. `step`: see `StateCodec.init`.
 
     Args:
       codec: makes the native state.

@@ -28,7 +28,7 @@ def pick_spec(leaf: Any, path: Sequence[str] = ()) -> PartitionSpec:
     Args:
       leaf: an array, or any object with `ndim`.
       path: the names of the leaf in the state, such as ("attention", "query", "kernel"). Without a path, the result
-        depends only on the rank. It is then wrong for attention, whose kernels have the rank of 1-D convolutions.
+        depends only on the rank, which is wrong for attention: its kernels have the rank of 1-D convolutions.
     """
     layer, name = (("", "") + tuple(path))[-2:]
     match leaf.ndim:

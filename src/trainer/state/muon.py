@@ -1,4 +1,4 @@
-"""Muon's dimension numbers, from a configuration or from the parameters of either module system."""
+"""Muon's dimension numbers, from a configuration or from NNX or Linen parameters."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -36,20 +36,20 @@ _ALONE = {
 def get_muon_weight_dimension_numbers(source: Any, config: Config | None = None) -> Any:
     """Returns `MuonDimensionNumbers` for every matrix that Muon orthogonalizes, and None for all other parameters.
 
-    They are derived from the logical axes of the parameters, never from their names (`optim.axes`), so a user's own
-    block needs no extra entry. Pass them to `optax.contrib.muon` as a function:
-    `muon_weight_dimension_numbers=lambda params: ...`. `opt_type=muon` needs no call.
+    The dimension numbers are derived from the logical axes of the parameters, never from their names (`optim.axes`), so
+    a user-defined block needs no extra entry. Pass them to `optax.contrib.muon` as a function:
+    `muon_weight_dimension_numbers=lambda params: ...`. With `opt_type=muon`, this call is not needed.
 
     Args:
-      source: a configuration, resolved or not; the canonical dict of the parameters or of their logical axes; an
-        `nnx.State` of a model or of a whole train state, abstract or not; or Linen params, variables or a TrainState,
-        boxed or not.
+      source: one of these: a configuration, resolved or not; the canonical dict of the parameters or of their logical
+        axes; an `nnx.State` of a model or of a whole train state, abstract or not; or Linen's params, variables or
+        TrainState, boxed or not.
       config: the model's configuration. Needed only for arrays without logical axes (a canonical dict, or unboxed
         params such as in this trainer's TrainState), and for a user's parameters without axis names in a pipeline.
 
     Returns:
-      A nested dict with the parameter names of `source`. A train state's names are nested below `model` or `params`; a
-      configuration has the canonical names.
+      A nested dict with the parameter names of `source`. For a train state, they are nested below `model` or
+      `params`. For a configuration, they are the canonical names.
 
     Raises:
       UserError: the arrays have no logical axes and `config` is missing or has other parameters.
@@ -98,14 +98,15 @@ def _axes_of_dict(params: Mapping[str, Any], config: Config | None) -> Any:
 
 
 def _leading(config: Config | None) -> Callable[[str], Sequence[str]]:
-    """Returns a function that maps a parameter's name to its leading axes; without a configuration, those of a loop."""
+    """Returns a function that maps a parameter's name to its leading axes. Without a configuration, the function
+    assumes no pipeline."""
     if config is not None:
         return functools.partial(leading_axes, stacks(_alone(config)))
     return lambda name: (LAYERS,) if in_stack(name) else ()
 
 
 def _alone(config: Config) -> Any:
-    """Returns `config`, resolved, with its stages but without the rest of its mesh."""
+    """Returns `config`, resolved for one device, but with its pipeline stages."""
     if any(config[key] == -1 for key in SIZES):
         raise UserError(f"{' or '.join(SIZES)} is -1: give the resolved configuration, whose stages are known")
     alone = resolve({**config, **_ALONE}, device_count=1, platform="cpu")

@@ -1,4 +1,4 @@
-"""The sharding of each tensor of a train state, derived from the tensor's path, for all combinations and optimizers."""
+"""The sharding of each tensor of a train state, derived from the tensor's path, for NNX, Linen and any optimizer."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ class Tensor:
 def tensors(model: Model, native: Any) -> Any:
     """Returns a `Tensor` for every leaf of `native`, a native train state of arrays or ShapeDtypeStructs.
 
-    A leaf of the optimizer state belongs to the parameter whose path is a suffix of the leaf's path; optax stores
+    A leaf of the optimizer state belongs to the parameter whose path is a suffix of the leaf's path; optax names
     moments this way inside any wrapper. A leaf with the parameter's shape has the parameter's axes. A leaf that lacks
     some of these axes, such as a factored second moment of row or column sums, has the remaining axes
     (`sharding.kept_axes`). Buffers declare their axis names; other leaves have no axis names.
@@ -55,7 +55,7 @@ def _of_moment(axes: Axes, whole: Shape | None, shape: Shape, path: Path) -> Axe
     found = kept_axes(axes, whole, shape) if whole is not None else []
     if not found:
         return Axes((None,) * len(shape))
-    # This decides between axes of equal length: optax sums rows over the last axis and columns over the second to last.
+    # For axes of equal length: optax sums v_row over the last axis, and v_col over the second to last.
     return found[-1 if "v_col" in path else 0]
 
 
@@ -76,8 +76,8 @@ def state_shardings(model: Model, abstract: Any, mesh: Mesh, rules: Rules, *, ze
 
 
 def gathered_stages(named: Any, shardings: Any) -> Any:
-    """Returns `shardings` of a native train state, without fsdp for the weights of pipeline stages, which are
-    all-gathered once, before the first iteration. `named`: see `tensors`."""
+    """Returns `shardings` of a native train state, in which weights of pipeline stages are not sharded over fsdp,
+    because they are all-gathered once, before the first iteration. `named`: see `tensors`."""
 
     def one(tensor: Tensor, sharding: NamedSharding) -> NamedSharding:
         return without_fsdp(sharding) if STAGES in tensor.axes else sharding

@@ -1,7 +1,7 @@
-"""Converts train states of a pipeline between two forms: divided into stages, and by layer, as in checkpoints.
+"""Converts train states of a pipeline between two forms: by stage, and by layer as in checkpoints.
 
-Without a pipeline the forms are the same, and nothing is done. Leaves are converted one by one. Layers move between
-devices if the pipeline has more than one repeat.
+Without a pipeline, the forms are the same, and nothing is converted. Leaves are converted one by one. Layers move
+between devices if the pipeline has more than one repeat.
 """
 
 import functools
@@ -24,18 +24,18 @@ _HOST = "pinned_host"
 
 
 def abstract_layers(config: Config, abstract: T) -> T:
-    """Returns a canonical train state of ShapeDtypeStructs, perhaps with shardings, by layer."""
+    """Converts a canonical train state of ShapeDtypeStructs, with or without shardings, to the form by layer."""
     return _in_layers(config, abstract, _abstract)
 
 
 def in_layers(config: Config, tree: T) -> T:
-    """Returns a canonical train state of arrays by layer. New arrays are in host memory if the devices have pinned host
-    memory, so that at most one leaf is on the device in both forms."""
+    """Converts a canonical train state of arrays to the form by layer. The new arrays are in host memory if the devices
+    have pinned host memory, so that at most one leaf at a time is on the device in both forms."""
     return _in_layers(config, tree, _joined)
 
 
 def in_stages(config: Config, tree: T, abstract: T) -> T:
-    """Returns the inverse of `in_layers` with the shardings of `abstract`. Deletes the arrays that are converted."""
+    """Inverts `in_layers`, with the shardings of `abstract`. Deletes the arrays that it converts."""
     found = _division(config)
     if found is None:
         return tree
@@ -56,7 +56,8 @@ def _division(config: Config) -> Division | None:
 
 
 def _by_island(fn: Callable[..., Any], *trees: Any) -> Any:
-    """Returns `fn(before, *trees)`. `before` is the number of axes before the layer axes: 1 in states of islands."""
+    """Returns `fn(before, *trees)`; for DiLoCo, `fn` converts the outer state and the islands' states separately.
+    `before`: the number of axes before the layer axes: 1 in the islands' states, otherwise 0."""
     if not hasattr(trees[0], "inner_state"):
         return fn(0, *trees)
     outer = fn(0, *(tree._replace(inner_state=None) for tree in trees))
@@ -92,8 +93,8 @@ def _dividing(plan: Pipeline, before: int, at: tuple[NamedSharding, ...]) -> Cal
 
 
 def _abstract(found: Division, before: int, *parts: Any) -> jax.ShapeDtypeStruct:
-    """Returns the shape and the sharding of all layers. A mesh axis that does not divide the number of layers shards
-    the next axis that it divides, so that a device stores no more than in the form of stages."""
+    """Returns the shape and the sharding of a parameter in the form by layer. A mesh axis that does not divide the
+    number of layers shards the next axis that it divides, so that a device stores no more than in the form by stage."""
     shape = jax.eval_shape(functools.partial(joined, found.plan, before=before), *parts)
     at = getattr(parts[0], "sharding", None)
     if at is None:

@@ -12,7 +12,7 @@ from trainer.sharding import axes_of, leading
 
 Row = dict[str, Any]
 COLUMNS = ("name", "axes", "spec", "shape", "per_device_shape", "bytes_per_device", "replicated")
-# The key in the totals for each part of a train state.
+# For each part of a train state: its key in the totals.
 KINDS = {
     "params": "parameters",
     "opt_state": "optimizer",
@@ -26,7 +26,8 @@ _ISLANDS = "inner_state"  # the train states of DiLoCo's islands
 
 
 def rows(tensors: Any, abstract: Any, shardings: Any) -> list[Row]:
-    """Returns a row for each leaf of three equal trees (see `state.shardings`): params first, then the optimizer.
+    """Returns a row for each leaf of three trees with equal structure (see `state.shardings`), in the order of KINDS.
+
 
     `replicated` is the redundant fraction of the bytes on all devices: 0 for an array that is sharded over every mesh
     axis, 1 - 1/n for an array that is replicated on n devices.
@@ -44,7 +45,8 @@ def kind(path: Path) -> str:
 def gradient_rows(tensors: Any, abstract: Any, shardings: Any, trained: Collection[str], dtype: str) -> list[Row]:
     """Returns a row for the gradient of each parameter whose name is in `trained`.
 
-    A gradient has the dtype `dtype` and the parameter's storage sharding; under DiLoCo, that of the islands' parameter.
+    A gradient has the dtype `dtype` and the parameter's storage sharding; under DiLoCo, the storage sharding
+    of the islands' parameter.
     """
     leaves = list(zip(*map(jax.tree.leaves, (tensors, abstract, shardings)), strict=True))
     root = (_ISLANDS, "params") if any(tensor.path[0] == _ISLANDS for tensor, *_ in leaves) else ("params",)
@@ -70,8 +72,8 @@ def totals(found: Iterable[Row]) -> dict[str, int]:
 def disagreements(found: Iterable[Row]) -> list[str]:
     """Returns a sentence for each parameter named bias that is not sharded like the outputs of its kernel.
 
-    A bias is added to the outputs of its kernel. If a mesh axis shards only one of these two, a step moves the other
-    between devices; or, if the axis also shards the batch, the bias is replicated needlessly.
+    A bias is added to the outputs of its kernel. If a mesh axis shards only the outputs or only the bias, each step
+    moves the other one between devices, or, if the axis also shards the batch, the bias is replicated needlessly.
     """
     rows = {row["name"]: row for row in found if row["name"].startswith("params/")}
     sentences = []

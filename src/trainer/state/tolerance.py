@@ -1,4 +1,4 @@
-"""sharding_tolerance: parameters that are replicated although the mesh could shard them."""
+"""Checks sharding_tolerance, the allowed share of parameters that are replicated although the mesh could shard them."""
 
 import math
 from typing import Any
@@ -10,16 +10,17 @@ from trainer.config.errors import UserError
 from trainer.sharding import axes_of
 from trainer.state.zero1 import DATA
 
-SHOWN = 5  # the number of largest parameters that the message lists
-# The axes that replicate parameters by design. A pipeline replicates the parameters outside of its stages.
+SHOWN = 5  # how many of the largest parameters the message lists
+# The mesh axes that replicate parameters by design. A pipeline replicates the parameters outside of its stages.
 _COPIES = (DATA, "diloco", "stage")
 
 
 def check_tolerance(tensors: Any, abstract: Any, shardings: Any, tolerance: float) -> None:
     """Refuses shardings that replicate more than the share `tolerance` of the parameters over one mesh axis.
 
-    Axes of size 1, data, diloco and stage are ignored. So are parameters without a dimension that is divisible by the
-    axis size, and low-rank adapters, which are small and have only the matrix's input or output axis each.
+    The mesh axes data, diloco and stage and axes of size 1 are ignored. Parameters without a dimension that the axis
+    divides do not count, nor do low-rank adapters, which are small and have only the input or the output axis of their
+    matrix.
 
     Args:
       tensors, abstract, shardings: trees with equal structure, see `state.shardings`.
@@ -45,7 +46,7 @@ def check_tolerance(tensors: Any, abstract: Any, shardings: Any, tolerance: floa
         problems.append(
             f"mesh axis {axis} leaves {share:.1%} of the parameters replicated, more than "
             f"sharding_tolerance={tolerance:g}; the largest: {listed}. "
-            f"Give one of their axes a rule with {axis}, or {axis} the size 1"
+            f"Give one of their axes a rule with {axis}, or set the size of {axis} to 1"
         )
     if problems:
         raise UserError("\n  ".join(problems))

@@ -1,4 +1,4 @@
-"""The model information other than weights in a run's checkpoints: inherited from the start, and of this training."""
+"""A run's model metadata, such as tokens that end a text: inherited from the initial model, updated by the training."""
 
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -20,7 +20,7 @@ from trainer.weights.open import open_adapters, open_source
 def about_run(
     config: Config, tokenizer: Tokenizer | None, own: Any, ends: Sequence[int], say: Callable[[str], Any]
 ) -> About:
-    """Returns the model information that the run's checkpoints will contain from now on.
+    """Returns the model metadata that the run's checkpoints will contain from now on.
 
     Args:
       tokenizer: the tokenizer of the data.
@@ -28,7 +28,7 @@ def about_run(
       ends: the tokens that end training texts.
 
     Raises:
-      UserError: the initial information is damaged.
+      UserError: the inherited metadata are damaged.
     """
     about = _begun_with(config, tokenizer, own, say)
     length = config.max_target_length if config.rope_type == "default" else None
@@ -49,11 +49,11 @@ def _begun_with(config: Config, tokenizer: Tokenizer | None, own: Any, say: Call
             about = about.under(open_adapters(config.lora_restore_path, average=None, verify=False).about)
     else:
         if place:
-            say(f"load_parameters_path={place} is gone: of the tokens that end a text, only the tokenizer's are known")
+            say(f"load_parameters_path={place} is gone: only the tokenizer's end-of-text tokens are known")
         return About() if tokenizer is None else about_tokenizer(tokenizer.bos, tokenizer.eos)
     if tokenizer is None or not about.tokens or _same_tokens(about, files, config, tokenizer):
         return about
-    say(f"the tokenizer is not that of {files}: the tokens that its files name ({about.ends} end a text) are left out")
+    say(f"the tokenizer differs from that in {files}: the special tokens there are ignored ({about.ends} end a text)")
     return about.without_tokens()
 
 
@@ -67,7 +67,7 @@ def _same_tokens(about: About, files: Path, config: Config, tokenizer: Tokenizer
 
 
 def _texts(tokenizer: Tokenizer, tokens: Collection[int]) -> list[Any]:
-    """Returns the name of each special token and the bytes of each other token."""
+    """Returns each of `tokens` with its name, if it is a special token, or its bytes."""
     names = {token: name for name, token in tokenizer.markers.items()}
     known = [token for token in sorted(tokens) if 0 <= token < tokenizer.vocab_size]
     return [(token, names.get(token) or tokenizer.token_bytes(token)) for token in known]

@@ -28,8 +28,8 @@ class BatchSource(Protocol):
     """
 
     waited: float  # total seconds that calls of `take` have waited so far
-    updates: int  # the size of an indivisible group of updates: a run is saved, and ends, only between groups
-    metrics: dict[str, float]  # metrics of the batch that was taken last, for its row
+    updates: int  # the number of updates in a group; a run is saved, and ends, only between groups
+    metrics: dict[str, float]  # metrics of the last batch, to log in the row of its update
 
     def take(self, state: Callable[[], Any], interrupted: Callable[[], bool]) -> tuple[Batch, Position] | None:
         """Returns the next batch (`run.rows` rows, or the rows of some of its microbatches), and the position after it.
@@ -67,7 +67,7 @@ class LoadedAhead(Loader[tuple[Batch, Position]]):
 
 def held_out_batches(run: Run, dataset: Dataset) -> Iterable[Batch]:
     """Returns this process's share of the held-out batches; with `eval_steps` set, only of the first `eval_steps`."""
-    assert dataset.evaluation is not None, "eval_interval is above 0"
+    assert dataset.evaluation is not None, "without held-out data, eval_interval must be 0"
     share = share_of_rows(run.batch_shardings["row"], run.eval_rows)
     steps = run.config.eval_steps
     count = steps if steps < 0 else steps * eval_parts(run.config)
@@ -97,8 +97,8 @@ def check_batch(run: Run, batch: Batch, rows: int) -> None:
     """Checks that `batch`, this process's share of `rows` rows, has the fields of the run's objective.
 
     Raises:
-      UserError: names every field that is missing or has the wrong shape or dtype, and any additional fields, which
-        alone are no error.
+      UserError: names every field that is missing or has the wrong shape or dtype. It also names additional fields,
+        which by themselves are not an error.
     """
     parts = share_of_rows(run.batch_shardings["row"], rows)["process_count"]
     wanted = run.given_batch(rows // parts)  # only shapes and dtypes are used, not the shardings
@@ -117,8 +117,8 @@ def check_batch(run: Run, batch: Batch, rows: int) -> None:
 
 
 def placed(run: Run, batch: Mapping[str, Any], rows: int | None = None) -> dict[str, jax.Array]:
-    """Returns a batch that passed `check_batch`, on the devices of `run`: with the arrays that the objective derives,
-    and with tokens in `capabilities.context_keys.token_order`. `rows`: see `runtime.place.place`."""
+    """Returns a batch that passed `check_batch`, on the devices of `run`. Adds the arrays that the objective derives,
+    and puts tokens into the order `capabilities.context_keys.token_order`. `rows`: see `runtime.place.place`."""
     batch, moved = prepared(run.objective, batch), token_order(run.config)
     if moved is not None:
         strategy, n = moved

@@ -50,8 +50,8 @@ def build(
       config: from `config.load`, resolved or not.
       devices: all devices of the mesh.
       update_rules: further rules, applied in order after the optimizer and the rules of `config`.
-      make_objective: makes the objective of training and evaluation from the resolved configuration and the model, and
-        with use_distill the teacher.
+      make_objective: makes the objective of training and evaluation from the resolved configuration, the model and,
+        with use_distill, the teacher.
 
     Raises:
       UserError: the configuration does not fit the devices. Reports all mistakes at once.
@@ -121,8 +121,8 @@ def _check_trained(config: Config, params: Any) -> None:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         floats = "; checkpoint_is_quantized=false reads them as floats" if config.checkpoint_is_quantized else ""
         raise UserError(
-            f"{names[0]}{more}: integers and floats of 8 bits cannot be trained: give trainable_parameters_mask with "
-            f"patterns that match other parameters, as in [embedding,norm]{floats}"
+            f"{names[0]}{more}: integers and 8-bit floats cannot be trained: set trainable_parameters_mask to "
+            f"patterns that match only other parameters, such as [embedding,norm]{floats}"
         )
 
 

@@ -1,4 +1,4 @@
-"""The compiled step of a run, loaded from a file or compiled, and its memory needs."""
+"""Loads or compiles the training step of a run, and determines its memory needs."""
 
 import contextlib
 from collections.abc import Callable
@@ -30,14 +30,14 @@ def loaded_step(run: Run, say: Say) -> Any:
     path = local_path(run.config.compiled_trainstep_file, "compiled_trainstep_file=")
     devices, args = list(run.mesh.devices.flat), run.abstract_args()
     step = agreed(lambda: executable.load(path, executable.origin_of(run.config, devices, args), args, devices))
-    dumped = ", and no HLO is written" if run.config.dump_hlo else ""
-    say(f"loaded the training step from {path}, nothing is compiled{dumped}")
+    dumped = " and no HLO is written" if run.config.dump_hlo else ""
+    say(f"loaded the training step from {path}; nothing is compiled{dumped}")
     return step
 
 
 def compiled_step(run: Run, place: Any, say: Say) -> Any:
-    """Compiles the step and returns it. Reports whether saving more tensors for the backward pass would fit. `place` is
-    the run's folder, which the message on SIGTERM or Ctrl-C names.
+    """Compiles and returns the step. Reports a `remat_policy` that saves more tensors and would still fit, if any.
+    `place`: the run's folder, for the message that is printed on SIGTERM or Ctrl-C.
 
     Raises:
       UserError: `dump_hlo_local_dir` is not writable.
@@ -50,7 +50,7 @@ def compiled_step(run: Run, place: Any, say: Say) -> Any:
 
     from_first(find_folder)
     say("compiling the training step")
-    ended = f"stopped while compiling; no update is lost, and the same command starts again ({place})"
+    ended = f"stopped while compiling; no update is lost; run the same command to start again ({place})"
     with tiles_fit(), ends_at_signals(ended), dump.uncached() if found else contextlib.nullcontext():
         traced = run.trace_on_leaves()
         compiled = traced.lower().compile(dump.options(found[0]) if found else None)
@@ -63,7 +63,7 @@ def compiled_step(run: Run, place: Any, say: Say) -> Any:
 def _say_what_fits(run: Run, traced: Any, compiled: Any, say: Say) -> None:
     devices, needed = list(run.mesh.devices.flat), memory_of(compiled).peak
     if better := affordable(run.config, traced.jaxpr, devices[0].platform, needed, reported_memory(devices)):
-        say(f"remat_policy={run.config.remat_policy} saves less than fits: {better.settings} {better.price}")
+        say(f"remat_policy={run.config.remat_policy} leaves memory unused: {better.settings} {better.price}")
 
 
 class StepsByRows:

@@ -1,8 +1,8 @@
 """DiLoCo (Douillard et al. 2023, arXiv:2311.08105): islands train independently and synchronize from time to time.
 
-Each island makes `diloco_sync_period` updates independently. Then the islands synchronize: the outer optimizer updates
-the outer parameters with the outer gradient, which is the outer parameters minus the mean of the islands' parameters.
-Every island continues from the new outer parameters and keeps its optimizer state.
+Each island performs `diloco_sync_period` updates independently. Then the islands synchronize: the outer optimizer
+updates the outer parameters with the outer gradient, which is the outer parameters minus the mean of the islands'
+parameters. Every island continues from the new outer parameters and keeps its optimizer state.
 
 Streaming DiLoCo (Douillard et al. 2025, arXiv:2501.18512) synchronizes one fragment of the parameters at a time. Plain
 DiLoCo has a single fragment.
@@ -43,7 +43,8 @@ Batch = Mapping[str, jax.Array]
 Metrics = dict[str, dict[str, jax.Array]]
 
 ISLANDS, OUTER = "islands", "outer"  # metrics of each island, [islands, ...], and metrics of the synchronization
-# How to combine the metrics of islands. Metrics not listed: floating-point numbers are averaged, integers are flags.
+# How to combine the metrics of islands. Of the metrics not listed, floats are averaged; integers are flags, combined by
+# their maximum.
 _COMBINED: dict[str, Callable[..., Any]] = {
     "tokens": np.sum,
     "finite": np.min,
@@ -62,9 +63,13 @@ def rules_of_islands(rules: Rules) -> tuple[Rules, Rules]:
 def with_islands(
     config: Config, mesh: Mesh, params: Any, island: States, computation: Computation
 ) -> tuple[States, Computation]:
-    """Returns the states and the computation for all islands of `config`, resolved, given the same for one island.
+    """Returns the states and the computation for all islands, given those for one island (`island`, `computation`).
 
-    Evaluation and sampling use the outer parameters, whose shardings are `params`, and all devices.
+    Evaluation and sampling use the outer parameters and all devices.
+
+    Args:
+      config: resolved.
+      params: the shardings of the outer parameters.
     """
     assert isinstance(island.codec, StateCodec)
     codec = make_diloco_codec(config, island.codec)
@@ -106,11 +111,11 @@ def _same_rest(rest: Any) -> Any:
 def build_diloco_train_step(
     config: Config, update: Callable[[TrainTree, Batch, Any], tuple[TrainTree, dict[str, jax.Array]]], shardings: Any
 ) -> Callable[[DiLoCoTrainState, Batch, Any], tuple[DiLoCoTrainState, Metrics]]:
-    """Returns `step(state, batch, frozen) -> state, metrics` over the canonical state. All islands read one `frozen`.
+    """Returns `step(state, batch, frozen) -> state, metrics` over the canonical state. All islands share `frozen`.
 
     The step runs `update` on every island, then synchronizes the fragments that are due
-    (`capabilities.diloco_keys.Schedule`). Synchronization runs in a conditional, so in all other steps islands exchange
-    nothing.
+    (`capabilities.diloco_keys.Schedule`). Synchronization runs inside a conditional, so islands do not communicate in
+    any other step.
 
     Args:
       config: resolved.
@@ -118,7 +123,7 @@ def build_diloco_train_step(
       shardings: the shardings of the outer parameters.
     """
     count, plan, synchronize = islands(config), schedule(config), _synchronization(config, shardings)
-    # All islands have the same step count. It is one scalar, so that a conditional on it remains a conditional.
+    # All islands share one scalar step count. Under vmap, a conditional on a count per island would become a select.
     state_axes: Any = TrainTree(step=None, params=0, opt_state=0, rest=0)
     on_islands = jax.vmap(update, in_axes=(state_axes, 0, None), out_axes=(state_axes, 0), spmd_axis_name=AXIS)
 
@@ -126,7 +131,7 @@ def build_diloco_train_step(
         split = {name: x.reshape(count, -1, *x.shape[1:]) for name, x in batch.items()}
         inner, metrics = on_islands(state.inner_state._replace(step=state.step), split, frozen)
         updates = state.step + 1
-        # Nothing else changes: each island keeps its own moments and the state of its update rules.
+        # Each island keeps its own optimizer moments and update-rule state.
         changing = Averaged(inner.params, state.params, state.outer_opt_state, inner.rest)
         new, found = synchronize(changing, state.in_flight, updates)
         inner = inner._replace(step=jnp.broadcast_to(updates, count), params=new.islands, rest=new.rest)
@@ -142,7 +147,7 @@ class Averaged(NamedTuple):
     islands: Any  # the islands' parameters
     params: Any  # the outer parameters
     opt_state: Any  # the state of the outer optimizer
-    rest: Any  # the islands' state without gradients, such as the bias of routers
+    rest: Any  # the islands' state without gradients, such as router biases
 
 
 class Moved(NamedTuple):
@@ -184,7 +189,7 @@ def _in_flight(plan: Schedule, before: Any, updates: jax.Array) -> Any:
 
 
 def _outer_step(config: Config, fragment: Fragment, shardings: Any, old: Averaged) -> tuple[Averaged, Moved]:
-    """Runs the outer update of `fragment`. Without a delay, islands take over the result immediately."""
+    """Runs the outer update of `fragment`. Without a delay, islands adopt the result immediately."""
     plan, outer = schedule(config), make_outer_optimizer(config)
     islands, params, opt_state = fragment.part(old.islands, 1), fragment.part(old.params), fragment.part(old.opt_state)
     stored = fragment.shardings(shardings)
@@ -192,7 +197,7 @@ def _outer_step(config: Config, fragment: Fragment, shardings: Any, old: Average
     def moved(param: jax.Array, of_islands: jax.Array) -> jax.Array:
         if param.dtype != of_islands.dtype:  # rounding at the last synchronization must not count as movement
             kind = jnp.finfo(of_islands.dtype)
-            param = jax.lax.reduce_precision(param, kind.nexp, kind.nmant)  # XLA may leave out a cast and its inverse
+            param = jax.lax.reduce_precision(param, kind.nexp, kind.nmant)  # XLA may remove a cast and its inverse
         return param.astype(jnp.float32) - of_islands.astype(jnp.float32)
 
     deltas = sent(config.diloco_outer_grad_dtype, jax.tree.map(moved, params, islands), stored)
@@ -206,7 +211,7 @@ def _outer_step(config: Config, fragment: Fragment, shardings: Any, old: Average
     )
     if not plan.delay:
         new = _take(fragment, plan.alpha, new)
-    # Replicated here, so that only the branch of the conditional sends them, not every step.
+    # Replicated inside the branch of the conditional, so that only synchronizing steps communicate.
     replicated = NamedSharding(jax.tree.leaves(shardings)[0].mesh, PartitionSpec())
     squares = [jnp.sum(delta**2, range(1, delta.ndim)) for delta in jax.tree.leaves(deltas)]
     found = Moved(optax.tree.norm(grads, squared=True), functools.reduce(jnp.add, squares))
@@ -219,7 +224,7 @@ def _take(fragment: Fragment | None, alpha: float, old: Averaged) -> Averaged:
     def one(param: jax.Array, before: jax.Array) -> jax.Array:
         if not alpha:
             return jnp.broadcast_to(param.astype(before.dtype), before.shape)
-        # This form is exact if both are equal, so frozen parameters keep their bits.
+        # This form is exact if both values are equal, so frozen parameters do not change.
         mean = param.astype(jnp.float32)
         return (mean + alpha * (before.astype(jnp.float32) - mean)).astype(before.dtype)
 
@@ -246,7 +251,7 @@ def _disagreement(moved: Moved) -> dict[str, jax.Array]:
     metrics = {"outer_grad_norm": jnp.sqrt(moved.mean), "island_distance": jnp.sqrt(moved.islands)}
     if (count := len(moved.islands)) > 1:
         total = jnp.sum(moved.islands)
-        # The squared norm of the sum contains each pair twice.
+        # The squared norm of the sum of the displacements contains each pair twice.
         pairs = count**2 * moved.mean - total
         metrics["island_cosine"] = pairs / jnp.where(total > 0, (count - 1) * total, 1)
     return metrics

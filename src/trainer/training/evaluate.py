@@ -20,7 +20,7 @@ from trainer.state.shardings import ParamShardings
 def make_evaluation(objective: Objective, shardings: ParamShardings) -> Callable[..., dict[str, Any]]:
     """Returns `evaluation(params, rest, batch, frozen, bytes_per_token [vocab]) -> sums`.
 
-    The sums over `batch` are `means`, an `objectives.Evaluation`, and `bytes`, the number of text bytes in the targets
+    The sums over `batch` are `means`, an `objectives.Evaluation`; and `bytes`, the number of text bytes in the targets
     (0 if the objective has no cross entropy).
     """
 
@@ -40,7 +40,8 @@ def make_evaluation(objective: Objective, shardings: ParamShardings) -> Callable
 def check_held_out(rows: RowSource | None, batch_rows: int, eval_steps: int) -> None:
     """Raises UserError if none of the first `eval_steps` batches of `batch_rows` rows has a loss-bearing token.
 
-    Stops reading at the first such token. With `eval_steps` -1 nothing is read: prepared data always contain one.
+    Stops reading at the first loss-bearing token. If `eval_steps` is -1, nothing is read, because prepared data always
+    contain a loss-bearing token.
     """
     if rows is None or eval_steps < 0:
         return
@@ -59,10 +60,10 @@ def check_held_out(rows: RowSource | None, batch_rows: int, eval_steps: int) -> 
 def summarize(sums: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """Returns the metrics over all batches, from the sums of each batch.
 
-    These are eval_loss, eval_tokens and the objective's other means; with a cross entropy also eval_perplexity; and if
-    the targets are text also eval_bits_per_byte (the end-of-document token costs bits but has no bytes).
+    These are eval_loss, eval_tokens and the objective's other means. An objective with a cross entropy adds
+    eval_perplexity and, if the targets are text, eval_bits_per_byte. The end-of-document token adds bits but no bytes.
 
-    Raises RunStopped if no token bears loss, because a loss of 0 would count as the best loss.
+    Raises RunStopped if no token contributes to the loss, because a loss of 0 would count as the best loss.
     """
     total: Any = None
     for batch in sums:

@@ -1,4 +1,4 @@
-"""Messages for steps with a loss, gradient or update that is not finite."""
+"""Stops a run whose loss, gradient or update is not finite, and names the arrays that are not finite."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -43,17 +43,17 @@ def check_finite(config: Config, row: Mapping[str, Any], batch: str, not_finite:
         )
     epsilon = " or raise adam_eps" if "adam_eps" in TRAITS[config.opt_type].reads else ""
     first, *others = not_finite()
-    where = f"{first} and {len(others)} more arrays" if others else first
+    where = f"{first} and {len(others)} more" if others else first
     if row["skipped"]:
         raise RunStopped(
             f"step {row['step']}: the state before this step contains a NaN or an infinity in {where}. "
             "Start from other parameters or another checkpoint"
         )
     raise RunStopped(
-        f"step {row['step']}: loss {row['loss']:.6g} and grad_norm {row['grad_norm']:.6g} are finite, and the update "
-        f"with learning_rate {row['learning_rate']:.6g} is not: {where}. {its_batch}. No checkpoint holds this update. "
-        f"Lower learning_rate{epsilon} under another run_name; "
-        "load_full_state_path starts it from a checkpoint of this run"
+        f"step {row['step']}: loss {row['loss']:.6g} and grad_norm {row['grad_norm']:.6g} are finite, but the update "
+        f"with learning_rate {row['learning_rate']:.6g} is not: {where}. {its_batch}. No checkpoint contains this "
+        f"update. Lower learning_rate{epsilon} under another run_name; "
+        "load_full_state_path starts that run from a checkpoint of this run"
     )
 
 

@@ -1,13 +1,14 @@
-"""Warns if a run that starts from a trained model destroys it in the first updates."""
+"""Warns if the first updates of a run that starts from a trained model destroy that model."""
 
 from collections.abc import Callable
 
 from trainer.config.keys import Config
 from trainer.config.words import counted
 
-# Warns if a loss exceeds FACTOR times the first loss, and exceeds it by MARGIN nats. Batches of one model differ less.
+# Warns if a loss exceeds both FACTOR times the first loss and the first loss plus MARGIN nats. The losses of an
+# unchanged model differ by less between batches.
 FACTOR, MARGIN = 2.0, 1.0
-UPDATES = 20  # the number of watched updates
+UPDATES = 20  # the number of updates to watch
 
 
 class FirstLosses:
@@ -20,7 +21,7 @@ class FirstLosses:
         self._ends = begin + UPDATES if config.load_parameters_path or config.load_full_state_path else begin
 
     def add(self, step: int, loss: float) -> None:
-        """Takes the loss of a step in nats, computed before the step's update. Warns at most once."""
+        """Checks the loss of a step in nats, computed before the step's update. Warns at most once."""
         if step > self._ends or self._ends == self._begin:
             return
         if self._first is None:

@@ -1,4 +1,4 @@
-"""The arrays that a step reads and never changes (`objectives.Frozen`), on the devices of a run."""
+"""The arrays that a step reads but never changes (`objectives.Frozen`), on the devices of a run."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,14 +15,15 @@ from trainer.state.shardings import Tensor
 
 
 class FrozenArrays(NamedTuple):
-    """The argument `frozen` of a step: a pytree that no step changes and no checkpoint contains; () if not declared.
+    """The argument `frozen` of a step: a pytree that no step changes and no checkpoint contains; () if the
+    objective declares none.
 
     Attributes:
       abstract: shapes with shardings.
       tensors: a `state.Tensor` for every leaf.
-      make: returns the arrays, given the parameters with which the run began, which may be None unless
-        `of_parameters`. Called once at the beginning of each process, unless there is a `place`.
-      of_parameters: whether the arrays are copies of these parameters.
+      make: returns the arrays, given the run's initial parameters (may be None unless `of_parameters`). Called once at
+        the start of each process; never called if `place` is set.
+      of_parameters: whether the arrays are copies of the run's initial parameters.
       place, flops: see `Frozen`.
       fetch: under jit: moves arrays in host memory to the device.
     """

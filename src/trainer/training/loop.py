@@ -1,4 +1,4 @@
-"""The training loop. The device never waits for the host, which dispatches the next step before it reads metrics."""
+"""The training loop. The host dispatches the next step before it reads metrics, so the device never waits for it."""
 
 import contextlib
 import math
@@ -37,8 +37,8 @@ Row = dict[str, Any]
 
 
 _NO_TOKENS = (
-    "0 tokens contribute to the loss in the {batches} of this run, so no update was made: their prompts fill the rows, "
-    "or their completions are empty; raise max_target_length, set use_truncation=false or "
+    "0 tokens contribute to the loss in the {batches} of this run, so no update was made: the prompts fill the rows, "
+    "or the completions are empty; raise max_target_length, set use_truncation=false or "
     "sft_train_on_completion_only=false, or take more steps"
 )
 
@@ -49,12 +49,12 @@ class Reports(NamedTuple):
     step: Callable[[Row], None]
     evaluation: Callable[[Row], None]  # for evaluations of the loss and of tasks
     sync: Callable[[], None]  # returns when all rows so far are on disk
-    evaluations: Sequence[Row] = ()  # the rows of evaluations by an earlier process
-    unevaluated: bool = False  # whether an earlier process made the last update without evaluating its loss
-    untested: bool = False  # the same for the evaluation by tasks
+    evaluations: Sequence[Row] = ()  # the evaluation rows of earlier processes
+    unevaluated: bool = False  # whether the loss has not been evaluated since the last update of an earlier process
+    untested: bool = False  # whether the evaluation tasks have not run since that update
     profiler: Profiler | None = None
     during: Callable[[str], AbstractContextManager[None]] = lambda part: contextlib.nullcontext()  # see `Timeline`
-    waiting: Callable[[bool], None] = lambda begins: None  # before and after the loop waits for a batch
+    waiting: Callable[[bool], None] = lambda begins: None  # called with True before a wait for a batch, False after
     times: Callable[[int, float, float, float], None] = lambda *times: None  # see `Stragglers.add`
 
 
@@ -63,12 +63,11 @@ Tasks = Callable[[Any, int, Callable[[], bool]], Row | None]
 
 
 class End(NamedTuple):
-    """The final native train state, the signal that ended the run early (0: the run made its last update and
-    evaluation), and the tokens that end a text of the model (`About.ends`)."""
+    """The result of `fit`."""
 
-    state: Any
-    signal: int
-    ends: Sequence[int]
+    state: Any  # the final native train state
+    signal: int  # the signal that ended the run early; 0 if the last update and evaluation were completed
+    ends: Sequence[int]  # the model's end-of-text tokens (`About.ends`)
 
 
 def fit(
@@ -81,7 +80,7 @@ def fit(
     source: Callable[[Run, Dataset, Start], AbstractContextManager[BatchSource]] | None = None,
     tasks: Tasks | None = None,
 ) -> End:
-    """Trains up to `steps` updates. Evaluates and saves at the configured intervals.
+    """Trains until `steps` updates are done. Evaluates and saves at the configured intervals.
 
     Args:
       run: from `build`.
@@ -92,10 +91,11 @@ def fit(
       manager: saves the checkpoints; None: no checkpoints are saved.
       source: opens the source of the batches for training and evaluation. By default the batches come from `dataset`,
         with the fields of next-token prediction.
-      tasks: runs every `eval_tasks_interval` updates and after the last; None: no evaluation tasks.
+      tasks: runs the evaluation tasks, every `eval_tasks_interval` updates and after the last update; None: there are
+        no evaluation tasks.
 
     Raises:
-      UserError: the first batch of training or of evaluation does not have the fields of the objective.
+      UserError: the first training or evaluation batch does not have the fields of the objective.
       RunStopped: a loss or gradient is not finite and the configuration requires a stop; an update is not finite; or no
         batch of a new run or of an evaluation has a loss-bearing token.
     """
@@ -201,7 +201,7 @@ class _Loop:
         check_finite(self._run.config, row, batch, lambda: names_not_finite(self._run, self.state))
 
     def evaluate_if_due(self, loss: bool = True, tasks: bool = True) -> None:
-        """Runs the evaluations that are due, unless a signal interrupts them: held-out loss and tasks."""
+        """Runs the evaluations (held-out loss and tasks) that are due, unless a signal interrupts them."""
         config = self._run.config
         last, every = self.done == config.steps, config.eval_tasks_interval
         if loss and config.eval_interval > 0 and (last or not self.done % config.eval_interval):
@@ -232,7 +232,7 @@ class _Loop:
         self.reader.restart_clock()
 
     def _keep_scores(self, row: Row) -> None:
-        """Passes the merged evaluations of the state at the row's step to checkpoint retention."""
+        """Merges `row` with an earlier evaluation of the same step, and passes the result to checkpoint retention."""
         before = self._last_evaluation
         self._last_evaluation = (before if before.get("step") == row["step"] else {}) | row
         if self._manager is not None:
@@ -337,7 +337,7 @@ def _batch_of(run: Run, start: Start, step: int) -> str:
 
 
 class _Reader:
-    """Turns metrics on the device into rows on the host, one step late."""
+    """Converts metrics on the device to rows on the host, one step late."""
 
     def __init__(
         self,
@@ -360,7 +360,7 @@ class _Reader:
         self._waited_before = self._waited
 
     def push(self, step: int, metrics: Any, of_batch: Mapping[str, float], waited: float) -> None:
-        """Takes the metrics of the step that was just dispatched, and of its batch. Reports the previous step.
+        """Stores the metrics of the step that was just dispatched and of its batch. Reports the previous step.
 
         `waited`: total seconds that the loop has waited for batches so far.
         """
@@ -369,7 +369,7 @@ class _Reader:
         self._waiting = step, metrics, of_batch
 
     def flush(self) -> None:
-        """Waits for the last step and reports it."""
+        """Waits for the last dispatched step, if it has not been reported yet, and reports it."""
         if self._waiting is None:
             return
         step, metrics, of_batch = self._waiting

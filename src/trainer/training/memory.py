@@ -19,25 +19,26 @@ _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_b
 
 
 def check_memory(config: Config, devices: Sequence[jax.Device], memory: float | None, margin: float = 1) -> None:
-    """Compares a lower bound of training's memory (`least_bytes`) with the memory of the devices.
+    """Compares a lower bound on the memory for training (`least_bytes`) with the memory of the devices.
 
-    Refuses only configurations that exceed the memory by far; the exact memory of a step is known after compilation.
+    Refuses only configurations whose lower bound is too large. The exact memory of a step is known after compilation.
 
     Args:
       config: from `config.load`, not resolved.
       devices: the devices of the run.
-      memory: bytes of each device; None if unknown: then nothing is checked.
+      memory: bytes of each device; None if unknown, in which case the memory is not checked.
       margin: the factor by which the bound may exceed the memory.
 
     Raises:
-      UserError: the model does not fit `devices`, or the configuration does not fit these devices.
+      UserError: the memory of `devices` is too small, or the configuration cannot be resolved for `devices`.
     """
     count = len(devices)
     needed = least_bytes(resolve(config, **hardware(devices))) / count
     if memory is not None and needed > margin * memory:
         raise UserError(
-            f"the model, its optimizer, a batch and its hidden states take at least {si(needed, 'B').strip()} on each "
-            f"of {counted(count, 'device')} with {si(memory, 'B').strip()}: a smaller model or batch, or more devices"
+            f"the model, its optimizer, a batch and its hidden states need at least {si(needed, 'B').strip()} on each "
+            f"of {counted(count, 'device')} with {si(memory, 'B').strip()}; use a smaller model or batch, or more "
+            "devices"
         )
 
 
@@ -64,7 +65,7 @@ def _local(devices: Sequence[jax.Device]) -> list[jax.Device]:
 
 
 def host_memory() -> int:
-    """Returns the memory of this machine in bytes, or its container's limit."""
+    """Returns the memory of this machine in bytes, or the limit of its container if that is smaller."""
     found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for path in map(Path, _LIMITS):
         if path.is_file() and (text := path.read_text().strip()).isdecimal():

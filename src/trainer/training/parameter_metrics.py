@@ -17,7 +17,7 @@ def parameter_metrics(
     params: Mapping[str, jax.Array],
     updates: Mapping[str, jax.Array],
 ) -> dict[str, jax.Array]:
-    """Returns three metrics per parameter, float32 [layers], or [] for a parameter outside of the stacks.
+    """Returns three metrics per parameter, float32 [layers], or [] for a parameter outside the layer stacks.
 
     grad_norm/NAME and param_norm/NAME are L2 norms. update_ratio/NAME is the norm of the update divided by the norm of
     the parameter, 0 if the parameter is all zeros.
@@ -39,8 +39,8 @@ def parameter_metrics(
 
 
 def lost_updates(params: Any, updates: Any) -> dict[str, jax.Array]:
-    """Returns the metric lost_updates, float32 []: the share of trained parameters whose update is not 0, but smaller
-    than half the distance to the next number of the dtype, so adding it changes nothing. {} if all are float32.
+    """Returns the metric lost_updates, float32 []: the share of trained values whose nonzero update rounding discards,
+    because it is smaller than half the distance to the next number of the dtype. {} if all parameters are float32.
 
     Args:
       params: the trained parameters before the update, a tree.

@@ -9,8 +9,8 @@ from trainer.data.dataset import Dataset
 
 
 def steps_of(config: Config, dataset: Dataset) -> int:
-    """Returns the number of updates for `num_epoch` passes over the data, rounded up; with rollouts, to whole
-    rounds. `config` is resolved."""
+    """Returns the number of updates for `num_epoch` passes over the data, rounded up (with rollouts, to complete
+    rounds). `config` is resolved."""
     assert dataset.epoch is not None, "the configuration was checked"
     every = config.rl_num_iterations if has_rollouts(config) else 1
     return -int(-config.num_epoch * dataset.epoch.rows // (_rows(config) * every)) * every
@@ -24,8 +24,8 @@ def passes_text(config: Config, dataset: Dataset) -> str:
 
 
 def mixture_lines(config: Config, dataset: Dataset) -> Iterator[str]:
-    """Yields, for each component of a mixture, the tokens that it has and that the run takes from it. `config`:
-    resolved."""
+    """Yields a line for each component of a mixture, with its number of tokens and the number that the run trains on.
+    `config`: resolved."""
     for component in dataset.mixture:
         passes = float(config.steps * _rows(config)) * component.share / component.rows
         tokens = f"{passes * component.tokens:,.0f} trained tokens, {_passes(passes)} over {component.tokens:,}"
@@ -38,7 +38,7 @@ def _passes(number: Fraction | float) -> str:
 
 
 def _rows(config: Config) -> Fraction:
-    """Returns the number of rows per update; with rollouts, a round's prompts divided by its updates."""
+    """Returns the number of rows per update; with rollouts, the prompts of a round divided by its updates."""
     return (
         Fraction(config.batch_size, config.rl_num_iterations)
         if has_rollouts(config)

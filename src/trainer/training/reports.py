@@ -1,4 +1,4 @@
-"""The output of a run while it trains: metrics files, which the first process writes, and the console."""
+"""The output of a run during training: the console, and metrics files, which only the first process writes."""
 
 import contextlib
 import datetime
@@ -55,7 +55,7 @@ def teacher_text(run: Run) -> str:
 
 
 def start_entry(run: Run, begin: Start, sources: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the entry of this process in the run's starts.json.
+    """Returns the entry for this process in the run's starts.json.
 
     Args:
       begin: the initial state of this process.
@@ -78,7 +78,7 @@ def start_entry(run: Run, begin: Start, sources: Mapping[str, str]) -> dict[str,
 
 
 def keep_sample(run_dir: RunDir, updates: int, prompt: str, text: str, say: Callable[[str], None]) -> None:
-    """Appends a sample of the model after `updates` updates to samples.jsonl, and writes the report with it."""
+    """Appends a text sampled after `updates` updates to samples.jsonl, and rewrites the report."""
     if not is_first():
         return
     with MetricsWriter(run_dir.path, updates, SAMPLES_FILE) as samples:
@@ -88,7 +88,7 @@ def keep_sample(run_dir: RunDir, updates: int, prompt: str, text: str, say: Call
 
 
 def metrics_files(config: Config, path: Path, name: str) -> list[MetricsFile]:
-    """Returns the file of the key metrics_file: a list of one in the first process if the key is set, else [].
+    """Returns a list with the file of the key metrics_file, in the first process and if the key is set; otherwise [].
     `path`, `name`: path and name of the run's folder. Raises UserError if the file is not writable."""
     found = []
 
@@ -113,7 +113,7 @@ class _Files:
     def open(
         self, begin: Start, files: list[MetricsFile], stack: contextlib.ExitStack
     ) -> tuple[list[dict[str, Any]], bool, bool]:
-        """Opens the files until `stack` ends. Returns the result of `earlier_evaluations`."""
+        """Opens the files; `stack` closes them. Returns the result of `earlier_evaluations`."""
         updates, resumes = begin.updates, self._config.enable_checkpointing
         self._metrics = stack.enter_context(MetricsWriter(self._run_dir.path, updates, resumes=resumes, say=self._say))
         self._page = ReportFile(self._run_dir.path, self._metrics.kept, self._say, self._timeline.goodput)
@@ -145,7 +145,11 @@ class _Files:
             writer.write(maxtext_row(row, self._work, clipped, name))
 
     def sync(self) -> None:
-        """Writes all rows to disk, and uploads them if the run's folder is a bucket. Raises UserError: see `check`."""
+        """Writes all rows to disk, and uploads them if the run's folder is in a bucket.
+
+        Raises:
+          UserError: see `RunDir.check`.
+        """
         self._run_dir.check()
         if self._metrics and self._page:
             self._metrics.sync()
@@ -164,7 +168,7 @@ def open_reports(
     timeline: Timeline,
     stack: contextlib.ExitStack,
 ) -> Reports:
-    """Returns the callbacks for `fit`. `stack` closes the files that they write; `files` are from `metrics_files`."""
+    """Returns the callbacks for `fit`. `stack` closes the output files; `files` are from `metrics_files`."""
     config = run.config
     stack.callback(console.end_bar)
     profiler = None
@@ -209,7 +213,7 @@ def _times(config: Config, say: Callable[[str], None]) -> Callable[[int, float, 
 
 
 def lacks_best(row: Mapping[str, Any], config: Config) -> str | None:
-    """Returns a warning if `row`, an evaluation of the loss or by tasks, should have keep_best_metric but lacks it."""
+    """Returns a warning if the evaluation `row` should contain the metric of keep_best_metric but does not."""
     name, by_tasks = config.keep_best_metric.partition(":")[2], TASKS_TIME in row
     if not config.keep_best_checkpoints or name in row or by_tasks != best_of_tasks(config) or row.get(TASKS_FAILED):
         return None

@@ -1,4 +1,4 @@
-"""A step's metrics of the routers in mixtures of experts."""
+"""Per-step metrics of mixture-of-experts routers."""
 
 from collections.abc import Mapping
 
@@ -9,11 +9,11 @@ TOKENS, DROPPED = "tokens_per_expert", "dropped_tokens"  # integers, summed over
 
 
 def router_metrics(counts: Mapping[str, jax.Array], drops: bool, by_layer: bool) -> dict[str, jax.Array]:
-    """Returns metrics of a step, from the sums `counts` that `layers.moe` sows. Padding tokens do not count.
+    """Returns metrics of a step, from the sums `counts` that `layers.moe` sows. Padding tokens are not counted.
 
     - router_entropy: the entropy of the softmax over experts in nats, averaged over layers and tokens. It is 0 if every
       token chooses one expert with certainty, and log(experts) for a uniform distribution;
-    - expert_load: the tokens of a layer's busiest expert divided by the mean per expert; the maximum over layers;
+    - expert_load: the token count of a layer's busiest expert divided by the mean count; the maximum over layers;
     - dropped_tokens, if experts may drop tokens (`drops`): the number of choices beyond an expert's capacity, over all
       layers; a token counts once for each dropped choice;
     - with `by_layer`: <layer>/tokens_per_expert, int32 [layers, experts], and <layer>/router_entropy [layers].

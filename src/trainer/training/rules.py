@@ -16,7 +16,7 @@ from trainer.optim.spikes import skip_spikes
 
 
 def make_rules(config: Config, model: Model, more: Sequence[Rule] = ()) -> list[Rule]:
-    """Returns the update rules of `config`, resolved, for `model`, and `more`.
+    """Returns the update rules for `config` (resolved) and `model`, including the given rules `more`.
 
     Weight masks and the parameter average come last, because both depend on the final parameters of a step.
 

@@ -1,4 +1,4 @@
-"""Everything that a configuration runs on given devices, before compilation."""
+"""The functions, shardings and abstract arrays of a configuration on given devices, before compilation."""
 
 import functools
 import math
@@ -27,7 +27,7 @@ from trainer.state.shardings import ParamShardings
 from trainer.training.evaluate import make_evaluation
 from trainer.training.frozen import FrozenArrays
 
-# The logical axes of the sizes of a batch's arrays (`objectives.Field`).
+# Maps symbolic sizes of a batch's arrays to logical axes (`objectives.Field`).
 _AXES: dict[str | int, str] = {"rows": "activation_batch", "length": "activation_length"}
 
 
@@ -40,7 +40,7 @@ class States(NamedTuple):
     init: Callable[..., Any]  # (params, rest, step), all optional -> native train state, sharded; see `init_state_fn`
     fetch: Fetch  # under jit: moves the parts of a canonical train state that are in host memory to the device
     one: TrainTree  # canonical train state of one model (with DiLoCo, of one island), as shapes with shardings
-    from_one: Callable[[TrainTree], Any]  # the native train state that continues from the train state of one model
+    from_one: Callable[[TrainTree], Any]  # converts the train state of one model to the native train state
     first: Callable[[Any], TrainTree]  # canonical train state -> one model's state, without optimizer state
 
 
@@ -54,7 +54,7 @@ class Computation(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Everything that a configuration runs on given devices. Functions are jitted; nothing is compiled or allocated."""
+    """A configuration on given devices, with jitted functions and abstract arrays. Nothing is compiled or allocated."""
 
     config: Config  # resolved and frozen
     mesh: Mesh
@@ -100,7 +100,7 @@ class Run(NamedTuple):
         return state, self.abstract_batch(self.rows), self.frozen.abstract
 
     def check_arguments(self) -> None:
-        """Refuses parameters that compiled programs do not accept.
+        """Refuses parameters that compiled programs do not accept as arguments.
 
         Raises:
           UserError: a parameter is a 4-bit integer on a CPU, because JAX's layout check of arguments fails for it.
@@ -109,7 +109,7 @@ class Run(NamedTuple):
         names = [name for name, leaf in leaves if leaf.dtype in (jnp.int4, jnp.uint4)]
         if names and self.mesh.devices.flat[0].platform == "cpu":
             raise UserError(
-                f"{names[0]} has integers of 4 bits, which compiled programs of JAX do not take on CPUs; store the "
+                f"{names[0]} contains 4-bit integers, which compiled JAX programs do not accept on CPUs; store the "
                 "weights in int8, fp8 or nf4, or train on other devices"
             )
 
@@ -133,7 +133,7 @@ class Run(NamedTuple):
         }
 
     def given_batch(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns the part of `abstract_batch` that a source makes, without the arrays that the objective derives."""
+        """Returns the arrays of `abstract_batch` that a batch source provides; the objective derives the others."""
         abstract = self.abstract_batch(rows)
         return {name: abstract[name] for name in batch_fields(self.objective)}
 
@@ -144,7 +144,7 @@ class Run(NamedTuple):
 
     @property
     def eval_rows(self) -> int:
-        """Number of rows in an evaluation batch, which are computed at once."""
+        """Number of rows that one evaluation step computes: an evaluation batch, or one of its equal parts."""
         return eval_batch_rows(self.config) // eval_parts(self.config)
 
     @property
@@ -178,7 +178,8 @@ class Run(NamedTuple):
         return frozenset(path for path, trained in is_trained.items() if not trained)
 
     def table(self) -> dict[str, Any]:
-        """Returns the shardings of state and `frozen` as plain data: mesh axes of size > 1, rows, totals, warnings."""
+        """Returns the shardings of the state and `frozen` as plain data: mesh axes of size > 1, rows, totals and
+        warnings."""
         trees = self.states.tensors, self.abstract_state, self.states.shardings
         frozen = self.frozen.abstract, jax.tree.map(lambda leaf: leaf.sharding, self.frozen.abstract)
         rows = [*table.rows(*trees), *table.rows(self.frozen.tensors, *frozen)]
@@ -196,7 +197,7 @@ class Run(NamedTuple):
         return self.step.lower(*self.abstract_args()).compile()
 
     def trace_on_leaves(self, rows: int | None = None) -> Any:
-        """Traces `step_on_leaves`. `rows`: the number of rows of the batch; by default of a whole batch."""
+        """Traces `step_on_leaves`. `rows`: the number of rows of the batch; by default, that of a full batch."""
         state, batch, frozen = self.abstract_args()
         batch = batch if rows is None else self.abstract_batch(rows)
         return self.step_on_leaves.trace(jax.tree.leaves(state), batch, frozen)

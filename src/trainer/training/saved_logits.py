@@ -31,15 +31,17 @@ from trainer.training.run import Run
 
 
 def save_logits(run: Run, dataset: Dataset, load: Callable[[], Any], say: Callable[[str], None]) -> None:
-    """Writes the logits of the teacher of `run` for all training rows to save_teacher_logits, in batches of one
-    microbatch. Shards that an earlier call completed are kept. `load` returns the teacher's weights.
+    """Computes the logits of the teacher of `run` for all training rows, one microbatch at a time, and writes them to
+    the folder save_teacher_logits. Keeps shards that an earlier call completed. `load` returns the teacher's weights.
 
     Raises:
       UserError: there are several processes, the rows have no stored order, or the folder cannot be written.
     """
     config, objective = run.config, run.objective
     if jax.process_count() > 1:
-        raise UserError("save_teacher_logits: logits are saved by one process; training from them takes any number")
+        raise UserError(
+            "save_teacher_logits: only one process can save logits; any number of processes can train from them"
+        )
     source, count = rows_of(dataset, "save_teacher_logits")
     whole = config.teacher_logits_k >= run.objective.teacher.vocab_size  # type: ignore[attr-defined]
     if not whole and config.distill_temperature_schedule != "constant":
@@ -92,7 +94,7 @@ def save_logits(run: Run, dataset: Dataset, load: Callable[[], Any], say: Callab
 
 
 def _summary(facts: Facts, made: int) -> str:
-    """Returns what the folder contains, in words. `made`: the number of shards that this command made."""
+    """Returns a description of the folder's contents. `made`: the number of shards that this command wrote."""
     each, shards = facts.record.itemsize, len(facts.bounds())
     before = f"; {shards - made} of {shards} shards were saved before" if made < shards else ""
     return (

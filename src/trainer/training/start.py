@@ -1,4 +1,6 @@
-"""The first state of a run: its newest checkpoint, another run's state, given parameters, or initial parameters."""
+"""The state from which a process starts: the run's newest checkpoint, another run's state, given parameters, or new
+initial parameters.
+"""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
@@ -43,7 +45,7 @@ _LOADED = "load_parameters_path"
 
 
 class Start(NamedTuple):
-    """The first native train state of a process, and its position in the run."""
+    """The initial native train state of a process, and its position in the run."""
 
     state: Any
     updates: int = 0  # number of updates in the state
@@ -51,7 +53,7 @@ class Start(NamedTuple):
     resumed: bool = False  # whether an earlier process began this run
     frozen: Any = ()  # the arrays that the objective reads in addition to the state; see `FrozenArrays`
     base: Base | None = None  # the base model of a run with adapters
-    reference: Base | None = None  # the reference model of a run that has one
+    reference: Base | None = None  # the reference model or the teacher, if the run has one
     about: About = About()  # model information for the run's checkpoints; see `about_run`
 
 
@@ -64,7 +66,8 @@ def start(
     schedule_given: bool,
     given: Collection[str] = (),
 ) -> Start:
-    """Returns the first state of the run, with the other arrays that its objective reads. `say` reports the source.
+    """Returns the initial state of this process, with the other arrays that the objective reads. `say` receives lines
+    about the source of the state.
 
     Args:
       manager: the run's checkpoints, which take precedence over every other source; None if there are none.
@@ -77,8 +80,8 @@ def start(
     config = run.config
     if run.frozen.of_parameters and config.load_full_state_path:
         raise UserError(
-            "load_full_state_path cannot give the reference model, which is the model with which the run began; give "
-            "load_parameters_path"
+            "load_full_state_path cannot provide the reference model, which is the model with which a run begins; give "
+            "load_parameters_path instead"
         )
     if manager is not None and manager.latest is not None:
         path = manager.path(manager.latest)
@@ -119,13 +122,13 @@ def other_arrays(run: Run, params: Any, say: Say) -> Any:
 
 
 def _named(run: Run, frozen: Any) -> dict[Path, Any]:
-    """Returns arrays that no checkpoint contains, by path."""
+    """Returns the frozen arrays by path; copies of parameters are in the layer-wise form of checkpoints."""
     return _by_layer(run, by_path(frozen)) if run.frozen.of_parameters else by_path(frozen)
 
 
 def _reference(run: Run, path: Any, say: Say, given: Collection[str]) -> Any:
-    """Returns the first parameters of the run that wrote the checkpoint `path`. They are loaded from the place where
-    that run loaded them, unless load_parameters_path gives another."""
+    """Returns the initial parameters of the run that wrote the checkpoint `path`. They are loaded from
+    load_parameters_path or, if it is empty, from the path that the checkpoint records."""
     before = inspect(path).reference
     place = run.config.load_parameters_path or (before.path if before else "")
     own = run._replace(config=Config({**run.config, "load_parameters_path": place}))
@@ -169,7 +172,7 @@ def _continued(run: Run, dataset: Dataset, path: Any, say: Say, schedule_given: 
 def _new(run: Run, say: Say, given: Collection[str]) -> Start:
     config = run.config
     if config.reset_optimizer:
-        say("reset_optimizer has no effect: no state is loaded, the optimizer is fresh")
+        say("reset_optimizer has no effect: no state is loaded, so the optimizer is fresh")
     if config.load_parameters_path:
         place = config.load_parameters_path
         state = run.init(*_weights(run, lambda own, wanted: load_parameters(place, own, wanted, say, given)))
@@ -184,7 +187,7 @@ def _new(run: Run, say: Say, given: Collection[str]) -> Start:
 
 
 def _weights(run: Run, load: Callable[[Config, Any], Any]) -> tuple[Any, Any]:
-    """Returns (params, rest), which `load(configuration without a pipeline, wanted)` returns as one tree."""
+    """Returns (params, rest). `load(configuration without a pipeline, wanted)` returns both as one tree."""
     rest = run.states.one.rest
     wanted = joined(_abstract(run).params, rest)
     loaded = load(unpipelined(run.config), abstract_layers(run.config, wanted))
@@ -203,18 +206,18 @@ def _frozen(run: Run, params: Any) -> dict[Path, Any]:
 
 
 def _placed(base: Base | None, config: Config, key: str = _LOADED) -> Base | None:
-    """Returns `base` with the place from which it was loaded, the value of `key`."""
+    """Returns `base` with the path in the key `key`, from which it was loaded; unchanged if the key is empty."""
     return base and (base._replace(path=place_of(config[key])) if config[key] else base)
 
 
 def _base(run: Run, sidecar: Sidecar, path: Any, say: Say, given: Collection[str]) -> dict[Path, Any]:
-    """Returns the base model of the adapters in checkpoint `path`, read from its current place; {} without adapters."""
+    """Returns the base model of the adapters in checkpoint `path`, read from its current path; {} without adapters."""
     config = run.config
     if not run.base_names:
         return {}
     if sidecar.base is None:
         raise UserError(
-            f"{path}: was saved without enable_lora, so it has no adapters; load_parameters_path takes it as base"
+            f"{path} was saved without enable_lora, so it has no adapters; to use it as base, give load_parameters_path"
         )
     if place := config.load_parameters_path or sidecar.base.path:
 
@@ -280,10 +283,10 @@ def _restored(run: Run, path: Any, sidecar: Sidecar, base: Mapping[Path, Any], s
 
 
 def _tree_of(run: Run, path: Any, sidecar: Sidecar, base: Mapping[Path, Any], wanted: Any, say: Say) -> Any:
-    """Returns the content of another run's checkpoint.
+    """Returns the train state in a checkpoint.
 
-    If that run trained another block, a custom block that replaces it may map its parameter names to the old block's
-    names in `PARAMETER_NAMES`.
+    If the checkpoint contains another decoder block, the custom block that replaces it may map its own parameter names
+    to those of the old block in `PARAMETER_NAMES`.
     """
     if saved_config(sidecar, path).get("decoder_block") == run.config.decoder_block:
         return with_base(_read(run, path, without_base(wanted, base), say), wanted, base)
@@ -297,12 +300,12 @@ def _read(run: Run, path: Any, wanted: Any, say: Say) -> Any:
 
 
 def _with_fresh_optimizer(run: Run, path: Any, sidecar: Sidecar, base: Mapping[Path, Any], say: Say) -> Any:
-    """Returns a state with parameters, step and `rest` of the checkpoint and a new optimizer state.
+    """Returns a state with the parameters, step and `rest` of the checkpoint, and a new optimizer state.
 
-    The learning-rate schedule continues from that step. All other state of the optimizer and the update rules starts
-    anew. With DiLoCo, these are the outer parameters, and `rest` averaged over the islands.
+    The learning-rate schedule continues from that step. All other state of the optimizer and the update rules is reset.
+    For a DiLoCo checkpoint, these are the outer parameters, and `rest` averaged over the islands.
     """
-    at = _abstract(run).params  # with DiLoCo the outer parameters, which have other dtypes
+    at = _abstract(run).params  # with DiLoCo, the outer parameters, whose dtypes may differ
     params = jax.tree.map(lambda leaf, like: leaf.update(sharding=like.sharding), run.states.one.params, at)
     wanted = run.states.one._replace(params=params, opt_state=None)
     if count := islands_of(saved_config(sidecar, path)):

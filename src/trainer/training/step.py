@@ -1,4 +1,4 @@
-"""One training step in data-flow order, written over TrainTree, so that all combinations share it."""
+"""One training step, in data-flow order. It operates on TrainTree, so that all combinations of flags share it."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +32,7 @@ Batch = dict[str, jax.Array]
 
 
 class Gradients(NamedTuple):
-    """The loss, means and gradients of one batch. Means are sums divided by their term's weight; NaN for weight 0."""
+    """The loss, means and gradients of one batch. A mean is a sum divided by its term's weight; NaN for weight 0."""
 
     loss: jax.Array
     means: dict[str, jax.Array]  # the terms of the loss, and terms that are only measured
@@ -50,12 +50,12 @@ def make_gradients(
 ) -> Callable[..., Gradients]:
     """Returns `gradients(tree, batch, frozen=())`, the first half of a training step.
 
-    It runs microbatch by microbatch and captures sown values of the types `capture`.
+    It processes one microbatch at a time, and captures sown values of the types `capture`.
 
-    A batch may have fewer rows than configured if it consists of fewer microbatches. Gradients are summed in float32
-    and then cast to `grad_dtype`. Parameters are resharded from storage to compute sharding once, at entry. The
-    gradients of each microbatch are resharded to storage sharding immediately. `Rule.due` determines the steps in which
-    `rules` need sown values.
+    A batch may consist of fewer microbatches than configured. Gradients are summed in float32 and then cast to
+    `grad_dtype`. Parameters are resharded from storage to compute sharding once, at entry. The gradients of each
+    microbatch are resharded to storage sharding immediately. `Rule.due` determines the steps in which `rules` need sown
+    values.
     """
     is_trained = trainable(config)
     check_captured(capture, objective.captures)
@@ -119,8 +119,8 @@ def make_update(
 ) -> Callable[..., tuple[TrainTree, dict[str, jax.Array]]]:
     """Returns `update(tree, batch, frozen=()) -> tree, metrics`: one training step.
 
-    `batch` has the fields of the objective; its rows are the global batch. `frozen` contains the arrays that the
-    objective reads in addition to the train state (`objectives.Frozen`), or (). For the metrics see `_make_metrics`.
+    `batch` is the global batch, with the fields of the objective. `frozen` contains the arrays that the objective reads
+    in addition to the train state (`objectives.Frozen`); () if there are none. For the metrics, see `_make_metrics`.
 
     Args:
       config: resolved.
@@ -162,8 +162,9 @@ def _make_metrics(
     """Returns the types of sown values that are metrics, and `metrics(old, new, found, grad_norm, skipped, updates)`,
     which returns
     - float32 means over the whole batch, the gradient norm and the learning rate;
-    - int32 `tokens`; `skipped`, 1 if the update is skipped because loss or gradients are not finite (also without
-      loss-bearing tokens) or a rule has a reason; each rule's reasons, 0 or 1; `finite`, 1 if the new state is finite;
+    - int32 `tokens`; `skipped`, 1 if the update is skipped because a rule has a reason, or because the loss or a
+      gradient is not finite (as in a batch without loss-bearing tokens); the reasons of each rule, 0 or 1; `finite`, 1
+      if the new state is finite;
     - `lost_updates`, if trained bfloat16 parameters are rounded to the nearest number;
     - activation statistics [layers], if they are recorded, and parameter metrics, see `_every`;
     - with experts, router metrics, see `router_metrics`.
@@ -180,8 +181,8 @@ def _make_metrics(
             **found.means,
             "grad_norm": grad_norm,
             **skipped,
-            # Finite gradients may give a non-finite update, as Adam does without epsilon or with a huge learning rate.
-            # Skipping it here would require the step to keep both the old and the new state (docs/experiments.md).
+            # Finite gradients can yield a non-finite update, for example with Adam without epsilon or with a huge
+            # learning rate. Skipping it would require both the old and the new state in memory (docs/experiments.md).
             "finite": jnp.where(all_finite(new), 1, 0),
             "learning_rate": jnp.asarray(schedule(place_on_schedule(old.opt_state, old.step)), jnp.float32),
             "tokens": found.tokens,
@@ -197,7 +198,7 @@ def _make_metrics(
 def _sown_metrics(
     config: Config, maxima: Sequence[str]
 ) -> tuple[tuple[type, ...], Callable[[Sown], dict[str, jax.Array]]]:
-    """Returns the types of sown values that are metrics, and the function that computes metrics from the values' sums.
+    """Returns the types of sown values that are metrics, and the function that computes metrics from their sums.
     `maxima`: see `Objective`."""
     recorded: tuple[type, ...] = (Total,) if config.record_internal_nn_metrics else ()
     largest: tuple[type, ...] = (Maximum,) if maxima else ()
@@ -232,10 +233,10 @@ def _accumulated(
 
 
 def _in_storage(grad: jax.Array, at: NamedSharding) -> jax.Array:
-    """Returns a gradient in float32, sharded as its parameter is stored; on a TPU in the layout with least padding.
+    """Returns a gradient in float32 with its parameter's storage sharding; on a TPU, in the layout with least padding.
 
-    Otherwise XLA keeps the layout of the product that computed the gradient. For a matrix with 64 columns per device,
-    that layout doubles the gradient's size.
+    Without this constraint, XLA keeps the layout of the matrix product that computed the gradient. For a matrix with 64
+    columns per device, that layout doubles the size of the gradient.
     """
     grad = jax.lax.with_sharding_constraint(grad.astype(jnp.float32), at)
     if not on_tpu():
@@ -244,7 +245,7 @@ def _in_storage(grad: jax.Array, at: NamedSharding) -> jax.Array:
 
 
 def _held(grads: Any, dtype: jnp.dtype) -> Any:
-    """Casts float32 gradients to `dtype`. Without the barrier XLA may remove the cast, as it is undone later."""
+    """Casts float32 gradients to `dtype`. Without the barrier, XLA may remove the cast, which a later cast reverses."""
     if dtype == jnp.float32:
         return grads
     return jax.lax.optimization_barrier(jax.tree.map(lambda grad: grad.astype(dtype), grads))
@@ -290,7 +291,7 @@ def _combine(left: Any, right: Any) -> Any:
 
 
 def _activation_statistics(totals: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns mean, standard deviation and share of zeros of each layer's output, [layers each], from batch sums."""
+    """Returns mean, standard deviation and share of zeros of each layer's output, each [layers], from batch sums."""
     statistics = {}
     totals = {path: total.reshape(-1) if total.ndim > 1 else total for path, total in totals.items()}
     for path, count in totals.items():

@@ -18,8 +18,14 @@ from trainer.sharding import Rules, hardware
 
 
 def make_teacher(config: Config, devices: Sequence[jax.Device], rules: Rules) -> tuple[Teacher | SavedTeacher, Rules]:
-    """Returns the teacher of `config`, the student's resolved configuration, and `rules`, the student's, with the rules
-    of the teacher's family. No weights are read. With teacher_logits_path, the teacher is its saved logits.
+    """Returns the teacher, and `rules` extended by the sharding rules of the teacher's family. Reads no weights.
+
+    With teacher_logits_path, the saved logits replace the teacher model.
+
+    Args:
+      config: the student's resolved configuration.
+      devices: the devices of the run.
+      rules: the student's sharding rules.
 
     Raises:
       UserError: `config` does not contain the teacher's keys (`weights.teacher_files`), or they do not fit the mesh.
@@ -55,15 +61,17 @@ def _saved(config: Config) -> SavedTeacher:
 
 def _joint(student: Rules, teacher: Rules, block: str) -> Rules:
     if different := [name for name, axes in teacher.items() if student.get(name, axes) != axes]:
-        raise UserError(f"decoder_block={block} of the teacher: the student has another rule for {different[0]}")
+        raise UserError(
+            f"the teacher's decoder_block={block}: its sharding rule for {different[0]} differs from the student's"
+        )
     return {**teacher, **student}
 
 
 def _teacher_config(config: Config, devices: Sequence[jax.Device]) -> Config:
     if not config.teacher_overrides:
         raise UserError(
-            "there is no teacher: give its folder with teacher_path, or to compile without weights, its keys, as in "
-            "teacher_overrides={model_name: NAME}"
+            "there is no teacher: give its folder with teacher_path or, to compile without weights, give its keys, as "
+            "in teacher_overrides={model_name: NAME}"
         )
     try:
         return resolve(teacher_values(config), **hardware(devices))

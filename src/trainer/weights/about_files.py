@@ -1,4 +1,4 @@
-"""Reads and writes the files of a folder that describe its model beyond the weights (`leaves.about`)."""
+"""Reads and writes the files with a model's metadata (`leaves.about.About`) in its folder."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,7 +37,7 @@ def about_in(folder: Any, fields: Mapping[str, Any] | None = None) -> About:
 
 
 def about_tokenizer(bos: int | None, eos: int | None) -> About:
-    """Returns the `About` that a tokenizer alone determines, for a model that started without an `About`."""
+    """Returns the `About` of a model without other metadata, from its tokenizer's tokens `bos` and `eos`."""
     said = {_BOS: bos, _END: eos}
     return About({**said, _PAD: None}, {name: token for name, token in said.items() if token is not None})
 

@@ -48,7 +48,7 @@ class Adapters(Protocol):
     described: Mapping[str, Any]
 
     def lora_keys(self, config: Config) -> Mapping[str, Any]:
-        """Returns the LoRA keys with which a model of `config`, resolved, has these adapters and trains the same
+        """Returns the LoRA keys that give a model of `config` (resolved) these adapters and the same trained
         parameters."""
 
     def leaves(self, config: Config, shapes: Shapes) -> dict[str, Leaf]:
@@ -94,11 +94,11 @@ class RunAdapters:
         keys = self.lora_keys(config)
         if self.described["rope_interleave"] != config.rope_interleave:
             words = " ".join(as_words(self.described, ["rope_interleave"]))
-            raise UserError(f"{self.path}: its adapters belong to another order of heads; give {words}")
+            raise UserError(f"{self.path}: its adapters were trained with another rope_interleave; give {words}")
         if wrong := [name for name in ("lora_rank", "lora_alpha", "lora_module_path") if keys[name] != config[name]]:
             raise UserError(
-                f"{self.path}: its adapters are not those of the configuration ({' '.join(as_words(config, wrong))}); "
-                f"give {' '.join(as_words(keys, wrong))}"
+                f"{self.path}: its adapters differ from those of the configuration "
+                f"({' '.join(as_words(config, wrong))}); give {' '.join(as_words(keys, wrong))}"
             )
         names = {name for name in shapes if ADAPTER.search(name)} | {*self._source.held(config, shapes)}
         return self._source.leaves(config, {name: shape for name, shape in shapes.items() if name in names})
@@ -120,7 +120,7 @@ class WithAdapters:
     def notes(self, config: Config) -> Sequence[str]:
         """See `Source`."""
         place = self._base.path
-        return [f"{self.path}: adapters, which are added to the parameters of {place}", *self._base.notes(config)]
+        return [f"{self.path}: its adapters are added to the parameters of {place}", *self._base.notes(config)]
 
     def held(self, config: Config, shapes: Shapes) -> Collection[str]:
         """See `Source`."""
@@ -154,8 +154,9 @@ class WithAdapters:
 
 
 def _keys_of_merged(base: Source, run: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the keys of the merged model: the run's keys, some of which may differ from the base's
-    (`model_keys.FREE`). The merged weights are floats. Modules of multi-token prediction come from the base."""
+    """Returns the keys of the merged model: the keys of `run` or, if it is empty, of the base. The keys of quantized
+    storage are omitted, because merged weights are floats. The number of modules for multi-token prediction is always
+    the base's."""
     own = {name: value for name, value in (run or base.keys).items() if name not in OF_STORED}
     return own | ({MODULES: base.keys[MODULES]} if MODULES in own.keys() & base.keys.keys() else {})
 
@@ -163,9 +164,10 @@ def _keys_of_merged(base: Source, run: Mapping[str, Any]) -> Mapping[str, Any]:
 def _merged(kernel: Leaf, a: Leaf, b: Leaf, scale: float, store: Callable[[jax.Array], Any] | None) -> Leaf:
     """Returns the leaf of `kernel` + `scale` x a b, added in float32.
 
-    `store`: under QLoRA, converts the kernel to stored form, because the adapter was trained on its dequantized values.
+    `store`: under QLoRA, quantizes the kernel. The adapter is then added to the dequantized values, on which it was
+    trained.
     """
-    held: list[Any] = []  # the factors, which are small
+    held: list[Any] = []  # the factors a and b, which are small enough to keep in memory
 
     @jax.jit
     def rounded(value: jax.Array) -> jax.Array:

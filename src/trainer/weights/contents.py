@@ -39,7 +39,7 @@ class Tensor:
       part: the checkpoint's part: params, opt_state, step, ...; with DiLoCo also inner_state, the islands' states.
       name: the canonical name of a parameter; for other arrays, the path below `part`.
       dtype: the NumPy name; several names joined by + if layers are stored in several dtypes.
-      read: yields the values in parts, the layers of a stack in their order.
+      read: yields the values in one or more parts; the layers of a stack are in order.
       stacked: whether the first axis is the axis of layers.
     """
 
@@ -57,8 +57,8 @@ class Tensor:
         return math.prod(self.shape)
 
     def norms(self) -> list[float]:
-        """Returns a list with the Euclidean norm of each layer of a stack, or with one norm. Sums of squares are
-        float64."""
+        """Returns the Euclidean norm of each layer of a stack; for other arrays, a list with one norm. Sums of squares
+        are float64."""
         squares: list[float] = []
         for part in self.read():
             pieces = part if self.stacked and part.ndim == len(self.shape) else [part]
@@ -73,10 +73,10 @@ class Contents:
     Attributes:
       path: the checkpoint; for a run's folder, its newest checkpoint.
       kind: a description in words.
-      step: the number of updates; None if the checkpoint does not state it.
-      keys: the configuration keys that the checkpoint states.
+      step: the number of updates; None if the checkpoint does not record it.
+      keys: the configuration keys in the checkpoint.
       verified: whether checksums were compared; None if the checkpoint has none.
-      position: the position in the data, JSON; None if the checkpoint does not state it.
+      position: the position in the data, JSON; None if the checkpoint does not record it.
       fingerprint: the fingerprint of the data and the tokenizer.
       tokenizer: names of the tokenizer's files.
       notes: remarks on how the checkpoint is stored.
@@ -115,7 +115,7 @@ def contents_of(path: str, *, verify: bool = True) -> Contents:
         return _of_maxtext(source)
     if isinstance(source, ParamsSource):
         tensors = _in_tree(source.path / TREE)
-        return Contents(str(source.path), "parameters only, of trainer.export", None, source.keys, tensors)
+        return Contents(str(source.path), "parameters only, from trainer.export", None, source.keys, tensors)
     config = model_config(source.keys, [], str(source.path))
     shapes, buffers = weights_of(make_model(config))
     leaves = source.leaves(config, shapes)
@@ -133,7 +133,7 @@ def _of_run(checkpoint: Any, verify: bool) -> Contents:
     islands = any(tensor.part.startswith(ISLANDS) for tensor in tensors)
     return Contents(
         str(checkpoint),
-        f"a checkpoint of a run{' of DiLoCo' if islands else ''}",
+        f"a checkpoint of a {'DiLoCo ' if islands else ''}run",
         int(checkpoint.name) if checkpoint.name.isdecimal() else None,
         saved_config(sidecar, f"{checkpoint}/{RUN}"),
         tensors,
@@ -151,8 +151,8 @@ def _of_file(file: Path) -> Contents:
         for name, it in tensors_in(file, file).items()
     ]
     if not tensors:
-        raise UserError(f"{file}: there is no tensor in it")
-    notes = ["names are as stored in the file; it has no configuration"]
+        raise UserError(f"{file} contains no tensors")
+    notes = ["names are as stored in the file, which has no configuration"]
     if (file.parent / CONFIG).is_file():
         notes.append(f"{file.parent} has a config.json: inspect that folder for the model")
     return Contents(str(file), "a safetensors file", None, {}, tensors, notes=tuple(notes))
@@ -176,8 +176,8 @@ def _of_maxtext(source: MaxTextSource) -> Contents:
         tensors.append(_tensor(part, name, header, readers[path], stacked=False))
     steps = [tensor for tensor in tensors if tensor.part == "step" and not tensor.shape]
     step = int(next(iter(steps[0].read()))) if steps else None
-    notes = ("names, layers and their axis are as MaxText stores them; there is no configuration",)
-    return Contents(str(source.path), "a checkpoint of MaxText", step, {}, tensors, notes=notes)
+    notes = ("names, layers and the layers axis are as MaxText stores them; the checkpoint has no configuration",)
+    return Contents(str(source.path), "a MaxText checkpoint", step, {}, tensors, notes=notes)
 
 
 def _in_tree(tree: Any) -> list[Tensor]:

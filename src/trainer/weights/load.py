@@ -125,7 +125,7 @@ def _say_what_is_read(
     stretched = 0 if config.rope_type == "default" else config.rope_factor * config.original_max_position_embeddings
     if source.length and config.max_target_length > max(source.length, stretched):
         say(
-            f"warning: max_target_length={config.max_target_length} is beyond the {source.length} positions that the "
+            f"warning: max_target_length={config.max_target_length} exceeds the {source.length} positions that the "
             f"model at {path} was trained for: caches and activations grow with it, and text at later positions may "
             "be poor"
         )
@@ -145,8 +145,8 @@ def initial_parameters(config: Config, abstract: Any) -> Any:
     """
     adapters = open_adapters(config.lora_restore_path, verify=False)
     if adapters.origin.path or not adapters.origin.digests:
-        named = adapters.origin.path or "parameters whose place is not known"
-        raise UserError(f"{adapters.path}: its adapters belong to {named}; give their place with load_parameters_path")
+        named = adapters.origin.path or "parameters at an unknown path"
+        raise UserError(f"{adapters.path}: its adapters belong to {named}; give their path with load_parameters_path")
     wanted = names_of(abstract)
     loaded = _initial(config, wanted)
     whole = _whole_shapes(quantized_on_load(config), wanted)
@@ -162,7 +162,7 @@ def _restored_adapters(
     others = [name for name in leaves if not any(re.search(it, name) for it in trained_patterns(config))]
     if others:
         raise UserError(
-            f"{adapters.path}: {others[0]} was trained beside its adapters; to train it here, too, give "
+            f"{adapters.path}: {others[0]} was trained together with its adapters; to train it here, too, give "
             f"{' '.join(as_words(adapters.lora_keys(config), ['trainable_parameters_mask']))}"
         )
     base = {tuple(name.split("/")): value for name, value in loaded.items() if name not in leaves}

@@ -25,12 +25,12 @@ def check_masks(config: Config, source: Source, shapes: Shapes) -> None:
     """
     masks = {name: shapes[name] for name in masks_of(config)}
     if masks and not source.held(config, masks):
-        raise UserError(f"{source.path}: it has no masks of weights; leave out weight_sparsity_n and weight_sparsity_m")
+        raise UserError(f"{source.path}: it has no weight masks; leave out weight_sparsity_n and weight_sparsity_m")
 
 
 def with_zeros(config: Config, leaves: Mapping[str, Leaf]) -> dict[str, Leaf]:
     """Returns the weights `leaves` of a model of `config` without masks, and with zeros where weight sparsity masks
-    them. The result is only for writing."""
+    weights. The result is only for writing."""
     found = dict(leaves)
     for mask, kernel in masks_of(config).items():
         (of_mask,), leaf = found.pop(mask).parts, leaves[kernel]

@@ -57,15 +57,14 @@ _SELDOM = {
     **dict.fromkeys(_SPARSITY),
 }
 _OF_HEADS = ("head_dim",)
-_SCORES = ("query_pre_attn_scalar", "local_rope_max_timescale")  # they change the results of the same parameters
-# Keys that have an effect only with certain values of another key. If that other key differs, they are not compared.
+_SCORES = ("query_pre_attn_scalar", "local_rope_max_timescale")  # they change the results, but not the parameters
+# Keys that have an effect only with certain values of another key. They are not compared if the other key differs.
 _BELOW = {
     "rope_type": {name for names in _OF_ROPE.values() for name in names},
     "attention_type": {"sliding_window_size"},
 }
-# The order of the columns of queries and keys. It is not compared, because it is converted as needed.
-# Keys that change the results of the same parameters. All other keys determine the parameters, their shapes and their
-# order; for these keys, the checkpoint's values count.
+# Keys that change the results, but not the parameters. All other keys determine the parameters, their shapes and their
+# order; the checkpoint's values of these other keys always apply.
 FREE = {
     *("normalization_layer_epsilon", "attn_logits_soft_cap", "final_logits_soft_cap", "normalize_embedding_logits"),
     *("attention_type", "rope_type", "rope_min_timescale", "rope_max_timescale", *_BELOW["rope_type"]),
@@ -85,7 +84,6 @@ MODEL = {
     *OF_STORED,
     "rope_interleave",
 }
-# Further arguments of `trainer.export`: a preset of `MODEL`, and the sequence length for which the model is intended.
 
 
 def described(config: Config) -> dict[str, Any]:
@@ -96,7 +94,7 @@ def described(config: Config) -> dict[str, Any]:
     if is_latent(config) and config.rope_type == "yarn":
         names.append("mscale")
     names += [name for name in OF_SOME if reads(config, name)]
-    if has_experts(config) and facts_of(config) is None:  # its blocks may read all of them
+    if has_experts(config) and facts_of(config) is None:  # an unknown family, whose blocks may read all of them
         names += [name for name in (*OF_SOME, "norm_topk_prob") if config[name] != schema().keys[name].default]
     if config.n_routing_groups <= 1 and "topk_routing_group" in names:
         names.remove("topk_routing_group")
@@ -104,7 +102,7 @@ def described(config: Config) -> dict[str, Any]:
         names += _OF_MLP
     if reads(config, "norm_topk_prob"):
         names.append("norm_topk_prob")
-    unknown = facts_of(config) is None  # a family that may read them
+    unknown = facts_of(config) is None  # an unknown family may read them
     names += [
         name
         for name in (PATTERN, *BLOCK_KEYS)
@@ -154,9 +152,10 @@ def check_same_model(
     if other := trained != block and loads_from(block, trained):
         ours |= {name: _value(config, name) for name in keys.keys() - ours.keys()} | {"decoder_block": trained}
     free = FREE.intersection(given)
-    if keys and not other:  # a description omits these keys if they have these values
+    if keys and not other:  # a description omits keys with these values
         keys = {name: _SELDOM[name] for name in _SCORES if name in ours} | dict(keys)
     counting = [name for name in _BELOW if name in free and name in keys and ours[name] != keys[name]]
+    # rope_interleave is not compared: the columns of queries and keys are reordered as needed.
     decided = {below for name in counting for below in _BELOW[name]} | {"rope_interleave"}
     differing = []
     for name in keys:
@@ -164,7 +163,7 @@ def check_same_model(
             continue
         if name in free:
             (theirs,), (given,) = as_words(keys, [name]), as_words(config, [name])
-            say(f"{where} says {theirs}; {given} was given and takes precedence")
+            say(f"{where} has {theirs}; {given} was given and takes precedence")
         else:
             differing.append(name)
     if differing:
@@ -175,14 +174,14 @@ def check_same_model(
             f"to load it, give: {' '.join(as_words(keys, differing))}"
         )
     unread = ours.keys() - keys.keys() - decided - {MODULES, *_SPARSITY}
-    unread -= {name for name in OF_SOME if config[name] == schema().keys[name].default}  # as if not read
+    unread -= {name for name in OF_SOME if config[name] == schema().keys[name].default}  # counts as not read
     if other and unread:
         raise UserError(
             f"{where} contains parameters of decoder_block={trained}, which does not read "
-            f"{', '.join(as_words(ours, sorted(unread)))}; to load it with decoder_block={block}, leave that out"
+            f"{', '.join(as_words(ours, sorted(unread)))}; to load it with decoder_block={block}, leave these out"
         )
     if other:
-        same = "computes the same" if block in FAMILIES else "has to compute the same: this is not checked"
+        same = "computes the same" if block in FAMILIES else "must compute the same, which is not checked"
         say(
             f"{where} contains parameters of decoder_block={trained}; they are loaded with "
             f"decoder_block={block}, which {same}"
@@ -201,8 +200,8 @@ def load_model_keys(
 
     If `words` contain checkpoint_is_quantized=false, quantized weights are read as floats.
 
-    Parameters are the same in every combination, so a checkpoint does not define a combination. The first combination
-    is used, unless `words` set the flags. `say`: see `check_same_model`.
+    Checkpoints do not define the flags of a combination (`COMBINATIONS`), because parameters do not depend on them. The
+    first combination is used, unless `words` set the flags. `say`: see `check_same_model`.
 
     Raises:
       UserError: `keys` contradict each other or refer to code that no argument names; or an argument, or the preset in

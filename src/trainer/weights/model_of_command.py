@@ -44,7 +44,8 @@ def with_model(begun: Begun) -> Loaded:
     call this before any other function that waits for other processes.
 
     A run with a name and a checkpoint continues from the checkpoint, so it uses the checkpoint's model, and
-    load_parameters_path is not read. A run without a name does so only if load_parameters_path cannot be read.
+    load_parameters_path is not read. A run without a name continues from its checkpoint only if
+    load_parameters_path cannot be read.
 
     Quantized weights are trained as floats, so keys for their storage are omitted.
 
@@ -66,7 +67,9 @@ def _with_model(begun: Begun) -> Loaded:
     except UserError as error:
         if not named and (own := _of_own_run(begun)):
             return begun.end(own)
-        raise UserError(f"{error}\n  the model's keys come from there, because model_name is not given") from error
+        raise UserError(
+            f"{error}\n  the model's keys are read from this path, because model_name is not given"
+        ) from error
     if not keys:
         return begun.end()
     where = f"load_parameters_path={begun.path}"
@@ -104,7 +107,7 @@ def _describes_adapters(begun: Begun) -> bool:
 
 
 def _tokenizer(source: Source, begun: Begun) -> tuple[dict[str, str], list[str]]:
-    """Returns the keys of the checkpoint's tokenizer, {} if it must not be used, and lines about the tokenizer."""
+    """Returns the keys of the checkpoint's tokenizer ({} if it must not be used), and lines about the tokenizer."""
     config = begun.config
     kind = config.tokenizer_type if "tokenizer_type" in begun.given else "auto"
     if config.dataset_type == "synthetic" or "tokenizer_path" in begun.given or kind == "bytes":
@@ -119,12 +122,11 @@ def _tokenizer(source: Source, begun: Begun) -> tuple[dict[str, str], list[str]]
     why = (
         "is in a bucket; copy it to this machine"
         if is_remote(source.tokenizer)
-        else f"has none of tokenizer_type={kind}"
+        else f"has no tokenizer of tokenizer_type={kind}"
     )
     return {}, [
         f"warning: tokenizer_path is empty, and {source.tokenizer} {why}: a tokenizer is trained on the data, "
-        "whose tokens "
-        "the model has never seen"
+        "and the model has never seen its tokens"
     ]
 
 

@@ -43,7 +43,7 @@ def open_source(
       decoder_block: the family that the user names, if any. The family's facts are imported, because they determine the
         keys on which its parameters depend.
       average: whether to read the parameter average (`ema_decay`), which only checkpoints of runs have.
-      base: for an adapter checkpoint, the current place of the base parameters; by default, the original place.
+      base: for an adapter checkpoint, the current path of the base parameters; by default, the original path.
       verify: whether to compare the checksums of a run's checkpoint. This reads the complete checkpoint, and all
         processes wait for each other.
 
@@ -67,7 +67,7 @@ def open_source(
     if (tree := _maxtexts_tree(folder)) is not None:
         if tree == folder:
             check_folder(folder)
-            check_folder(folder.parent, [COMPOSITE])  # also read
+            check_folder(folder.parent, [COMPOSITE])  # this file is read, too
         else:
             check_folder(folder, [str(tree.parent.relative_to(folder))])
         return MaxTextSource(tree, folder)
@@ -124,10 +124,10 @@ def _merged(adapters: "RunAdapters | PeftSource", base: str, decoder_block: str,
     if not place and isinstance(adapters, RunAdapters):
         return WithAdapters(Initial(adapters, _drawn), adapters, weight_shapes)
     if "://" not in place and not (place and local_path(place).exists()):
-        named = f"the parameters in {place}" if place else "parameters whose place is not known"
+        named = f"the parameters in {place}" if place else "parameters at an unknown path"
         raise UserError(
-            f"{adapters.path}: its adapters belong to {named}, and there is no such folder or file; give its place "
-            "with load_parameters_path"
+            f"{adapters.path}: its adapters belong to {named}, which cannot be found; give their path with "
+            "load_parameters_path"
         )
     return WithAdapters(open_source(place, decoder_block, verify=verify), adapters, weight_shapes)
 
@@ -166,7 +166,8 @@ def _of_run(
 
 
 def _about_start(sidecar: Sidecar, checkpoint: Any, own: About) -> tuple[About, str]:
-    """Returns the `About` of the folder from which a run began, and a line. For runs saved without an `About`."""
+    """Returns the `About` of the folder from which a run began, and a line about its
+    source. For runs saved without an `About`."""
     place, begun = saved_config(sidecar, checkpoint).get("load_parameters_path", ""), "its tokenizer"
     if not place:
         return own, ""
@@ -174,8 +175,8 @@ def _about_start(sidecar: Sidecar, checkpoint: Any, own: About) -> tuple[About, 
         with contextlib.suppress(UserError):  # the folder may no longer contain a model
             own, begun = open_source(place, verify=False).about, place
     return own, (
-        f"{checkpoint} was saved by an earlier version, which did not keep what its model's folder says: the tokens "
-        f"that end a text are those of {begun}, without the end of a turn; a run that is resumed keeps all of it"
+        f"{checkpoint} was saved by an earlier version, which did not save the settings in its model's folder: the "
+        f"tokens that end a text are those of {begun}, without the end of a turn; a run that is resumed keeps all of it"
     )
 
 
@@ -185,7 +186,7 @@ def weight_shapes(config: Config) -> dict[str, tuple[int, ...]]:
 
 
 def weights_of(model: Model) -> tuple[dict[str, tuple[int, ...]], frozenset[str]]:
-    """Returns `weight_shapes`, and which weights are not parameters: the model's state without gradient."""
+    """Returns `weight_shapes`, and the names of the weights that are not parameters, but state without gradient."""
     params, rest = model.abstract
     shapes = {name: leaf.shape for name, leaf in names_of(joined(params, rest)).items()}
     return shapes, frozenset(names_of(rest))

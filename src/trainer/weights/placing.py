@@ -11,7 +11,7 @@ import numpy as np
 from trainer.leaves.source import Leaf, Tick, names_of, nested, resharded
 
 SMALL = 1 << 20  # bytes; layers of smaller leaves are assembled on the host, without compilation
-# A function that gets the shardings of the parts, and returns a function from some layers of a leaf to their parts.
+# Takes the shardings of the parts, and returns a function that converts some layers of a leaf to their parts.
 Convert = Callable[[Mapping[str, Any]], Callable[[jax.Array], Mapping[str, jax.Array]]]
 
 
@@ -48,7 +48,7 @@ def _assembled(
     convert: Convert,
     tick: Tick,
 ) -> dict[str, jax.Array]:
-    """Returns arrays with the shapes and shardings of `parts`. `leaf` is converted some layers at a time."""
+    """Returns arrays with the shapes and shardings of `parts`. `leaf` is converted a few layers at a time."""
     count, ndim = len(leaf.puts), len(leaf.shape)
 
     def of_layers(like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

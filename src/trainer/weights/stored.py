@@ -75,7 +75,7 @@ def as_floats(config: Config, kernels: Mapping[str, Any], leaves: Mapping[str, L
 
     Args:
       config: resolved.
-      leaves: the leaf of each part of a kernel is read completely, with all layers.
+      leaves: all leaves. The leaf of a kernel's part is read completely, with all layers.
       heads: the kernels whose heads have a different order, with the number of entries of a head.
     """
     found = dict(leaves)
@@ -132,7 +132,7 @@ def as_stored(
     made: Callable[[str], Mapping[str, np.ndarray]] = lambda name: {},
 ) -> dict[str, Leaf]:
     """Returns the leaves of a model that stores `kernels` quantized, given the leaves of a float model. The result is
-    only for writing: each leaf once, in order, with the parts of a kernel consecutively.
+    only for writing: read each leaf once, in order. The parts of a kernel are consecutive.
 
     Args:
       config: resolved.

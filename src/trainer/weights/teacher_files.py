@@ -26,12 +26,12 @@ from trainer.weights.open import open_source
 _PRESET = "teacher_overrides={model_name: NAME}"
 _MODULES = "mtp_num_layers"  # the student learns nothing from modules of multi-token prediction
 _ALWAYS = ("decoder_block", "vocab_size")
-# Shared keys that a model is checked with here. The others need the devices.
+# Shared keys with which the teacher's model is checked here. Other shared keys require the devices.
 _CHECKED = (*FLAGS, "max_target_length", "packing", "batch_invariant")
 
 
 def teacher_keys(config: Config) -> dict[str, Any]:
-    """Returns teacher_overrides with the keys of the model at teacher_path, or of the preset that they name.
+    """Returns teacher_overrides with the keys of the model at teacher_path, or of the preset in teacher_overrides.
 
     Raises:
       UserError: there is no such model, or the keys contradict it.
@@ -55,7 +55,7 @@ def teacher_keys(config: Config) -> dict[str, Any]:
 
 
 def with_teacher(loaded: Loaded) -> Loaded:
-    """Returns `loaded`; with use_distill, it then has the keys of the teacher, or of its saved logits."""
+    """Returns `loaded`. With use_distill, the keys of the teacher or of its saved logits are added."""
     config = loaded.config
     if config.use_distill and config.teacher_logits_path:
         loaded.complete(_keys_of_logits(config))
@@ -72,7 +72,7 @@ def _keys_of_logits(config: Config) -> dict[str, Any]:
         here["distill_temperature"] = (facts.temperature, config.distill_temperature)
         here["distill_temperature_schedule"] = ("constant", config.distill_temperature_schedule)
     tokens = facts.tokens
-    if facts.whole:  # any number of them can be compared
+    if facts.whole:  # the logits of any number of tokens can be compared
         tokens = min(config.vocab_size, facts.vocab_size if shared < 0 else shared)
     elif shared >= 0 or config.vocab_size < tokens:
         here["distill_vocab_size"] = (tokens, min(config.vocab_size, shared if shared >= 0 else tokens))
@@ -83,8 +83,8 @@ def _keys_of_logits(config: Config) -> dict[str, Any]:
 
 
 def keys_of_tokenizers(loaded: Loaded, say: Callable[[str], None]) -> dict[str, Any]:
-    """Compares the tokenizers of student and teacher, and returns the keys that follow: distill_vocab_size if one
-    vocabulary contains the other, and tokenizer_path, the teacher's, if the student has no tokenizer.
+    """Compares the tokenizers of student and teacher, and returns the resulting keys: distill_vocab_size if one
+    vocabulary contains the other, and the teacher's tokenizer_path if the student has no tokenizer.
 
     Raises:
       UserError: the vocabularies differ.
@@ -97,7 +97,7 @@ def keys_of_tokenizers(loaded: Loaded, say: Callable[[str], None]) -> dict[str, 
     why = f"{place} is in a bucket and not read" if is_remote(place) else f"{place} has no tokenizer"
     if not path and config.tokenizer_type != "bytes":
         if token_files(config):
-            say("warning: tokenizer_path is empty: that the student has the teacher's vocabulary is not checked")
+            say("warning: tokenizer_path is empty, so the student's vocabulary is not compared with the teacher's")
             return found
         if not there:
             raise UserError(f"tokenizer_path is empty, and {why}; give the teacher's tokenizer, tokenizer_path=FOLDER")
@@ -106,7 +106,7 @@ def keys_of_tokenizers(loaded: Loaded, say: Callable[[str], None]) -> dict[str, 
     if config.distill_vocab_size >= 0:
         return found
     if not there:
-        say(f"warning: {why}: that the student has the same vocabulary is not checked")
+        say(f"warning: {why}, so the vocabularies of student and teacher are not compared")
         return found
     ends = {"add_bos": config.add_bos, "add_eos": config.add_eos}
     student, teacher = load_tokenizer(path, config.tokenizer_type, **ends), load_tokenizer(str(place), "auto", **ends)
@@ -117,9 +117,9 @@ def keys_of_tokenizers(loaded: Loaded, say: Callable[[str], None]) -> dict[str, 
 
 
 def load_teacher(path: str, config: Config, abstract: Any, say: Callable[[str], None]) -> dict[str, Any]:
-    """Returns the weights of the teacher `config`, resolved, as the two parts of `abstract`: its arrays, as shapes with
-    shardings."""
-    averaged = open_source(path, config.decoder_block, verify=False).averaged  # a run's, with ema_decay
+    """Returns the weights of the teacher, whose resolved configuration is `config`, in the two parts of `abstract`.
+    `abstract`: shapes with shardings."""
+    averaged = open_source(path, config.decoder_block, verify=False).averaged  # for a run with ema_decay
     wanted, name = joined(abstract[PARAMS], abstract[REST]), f"{path}: the teacher"
     weights = load_parameters(path, config, wanted, lambda line: say(f"{name}: {line}"), {_MODULES}, average=averaged)
     return dict(zip((PARAMS, REST), parted(weights, abstract[REST]), strict=True))

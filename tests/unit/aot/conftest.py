@@ -1,4 +1,4 @@
-"""A compiled step that the tests of this folder share."""
+"""A compiled step shared by the tests of this folder."""
 
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ def step(tmp_path_factory) -> Step:
     run = build(tiny_config("nnx", devices=8, logits_via_embedding=False, **sizes), jax.devices())
     folder = tmp_path_factory.mktemp("dump")
     options = dump.options(folder) | EXACT
-    jax.config.update("jax_traceback_in_locations_limit", 10)  # JAX's default: buffers are reported by source line
+    jax.config.update("jax_traceback_in_locations_limit", 10)  # JAX's default: reports name source lines
     with dump.uncached():
         compiled = run.step.lower(*run.abstract_args()).compile(compiler_options=options)
     jax.config.update("jax_traceback_in_locations_limit", 0)

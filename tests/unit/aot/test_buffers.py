@@ -34,7 +34,7 @@ def test_one_device_needs_no_partitioning(tmp_path):
 
 
 def test_what_a_cache_holds_is_compiled_all_the_same(tmp_path):
-    """For a program from JAX's cache the compiler dumps no buffers."""
+    """JAX's cache must be bypassed, because the compiler dumps no buffers for a cached program."""
 
     def texts(folder):
         jax.jit(lambda x: x * 3 + 1).lower(1.0).compile(compiler_options=dump.options(folder))
@@ -42,7 +42,7 @@ def test_what_a_cache_holds_is_compiled_all_the_same(tmp_path):
 
     with dump.uncached():
         assert texts(tmp_path / "first").assignment
-    texts(tmp_path / "into the cache")  # of the suite, see tests/conftest.py
+    texts(tmp_path / "into the cache")  # the suite's cache, see tests/conftest.py
     assert not texts(tmp_path / "from the cache").assignment
     with dump.uncached():
         assert texts(tmp_path / "again").assignment
@@ -134,7 +134,7 @@ def test_kinds_are_told_by_what_made_a_buffer():
         "grad": (128, buffers.GRADIENTS),
         "work": (64, buffers.OTHER),
     }
-    # During the forward pass, its values are of no special kind.
+    # While the forward pass runs, its values have no special kind.
     forward = buffers.temporaries(texts._replace(live_range=LIVE_RANGE.replace("4:work", "4:saved")), [(4, 8)])
     assert {b.name: b.kind for b in forward}["saved"] == buffers.OTHER
 
@@ -147,7 +147,7 @@ def test_a_copy_of_the_state_is_one_in_nnx_and_in_linen(argument):
 
 
 def test_the_arguments_of_a_compiled_step_have_names_of_these_kinds():
-    """Tests the combination whose state differs most from the one above."""
+    """Tests the last combination, because its state differs most from the one above."""
     run = build(tiny_config(ALL_COMBINATIONS[-1], base_num_decoder_layers=1), jax.devices()[:1])
     with dump.uncached():  # a cached program has the names of the combination that compiled it first
         module = parse(run.step.lower(*run.abstract_args()).compile().as_text())

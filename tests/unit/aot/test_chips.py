@@ -63,9 +63,9 @@ def test_figures_are_the_published_ones(name):
     assert 0.97 * capacity < chip.hbm_bytes * chip.devices / GIB <= 1.01 * capacity
 
 
-# As in NVIDIA's data sheets, of one GPU: TFLOP/s of bf16, of int8 or fp8, both with sparsity, memory in GB (of the H200
-# and the B200 what is left of 141 and 180 GB or more), GB/s of memory, of NVLink in both directions, and Gbit/s of
-# network in the maker's server of eight; and the gigatransfers per second of a lane of PCIe.
+# As in NVIDIA's data sheets, of one GPU: TFLOP/s of bf16, of int8 or fp8, both with sparsity, memory in GB (for the
+# H200 and the B200, the usable part of 141 GB and of 180 GB or more), GB/s of memory, of NVLink in both directions, and
+# Gbit/s of network in the maker's server of eight; and the gigatransfers per second of a PCIe lane.
 GPUS_PUBLISHED = {
     "a100": (624, 1248, 80, 2039, 600, 200, 16),
     "h100": (1978, 3958, 80, 3350, 900, 400, 32),
@@ -112,7 +112,7 @@ def test_each_part_can_be_the_bound():
     network = estimate(cost(hbm=1, collectives=[collective(moved=200e9)]), V5E, devices=16)
     assert (network.bound, network.seconds) == ("network", 1)
     assert network.serial_seconds == pytest.approx(1 + 1 / 819e9)
-    assert network.exposed_network_seconds == 1  # without a schedule
+    assert network.exposed_network_seconds == 1  # without a schedule, all of it is exposed
     host = estimate(cost(flops=197e11, host=16e9), V5E, devices=16)
     assert (host.bound, host.seconds, host.host_seconds, host.serial_seconds) == ("host", 1, 1, 1.1)
 
@@ -133,7 +133,8 @@ def test_devices_of_one_chip_share_it():
 
 
 def test_between_slices_each_device_sends_its_share():
-    """16 devices on 2 slices: 8 in each slice, which send 7/8 of the array; then an eighth goes to the other slice."""
+    """16 devices on 2 slices: the 8 devices of a slice exchange 7/8 of the array; then an eighth goes to the other
+    slice."""
     gather = estimate(cost(collectives=[collective(slices=2)]), V5E, devices=16, slices=2)
     assert gather.ici_seconds == pytest.approx(10 * 16_000 * 7 / 8 / 200e9)
     assert gather.dcn_seconds == pytest.approx(10 * 16_000 / 8 / 2 / 3.125e9)

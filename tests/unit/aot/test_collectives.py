@@ -153,7 +153,7 @@ def test_of_equal_collectives_in_a_computation_one_is_counted():
 
 
 def test_collectives_of_a_step_are_the_same_before_and_after_optimization(step):
-    """On CPU, where the optimized module contains each of them once."""
+    """Tested on CPU, where the optimized module contains each collective once."""
 
     def sums(text):
         totals: dict[tuple[str, tuple[str, ...]], float] = {}

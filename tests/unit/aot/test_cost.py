@@ -1,4 +1,4 @@
-"""Counts of a step: compared with XLA's own where both count alike, with closed forms, and on a TPU program."""
+"""A step's counts, compared with XLA's counts where both count alike, with closed forms, and on a TPU program."""
 
 import itertools
 import json
@@ -52,7 +52,7 @@ def test_without_loops_the_counts_are_xlas(name):
     assert ours.rolled_bytes_accessed == pytest.approx(theirs["bytes accessed"], rel=0.01)
     assert ours.hbm_bytes == ours.bytes_accessed
     assert ours.rolled_flops == ours.flops
-    # XLA counts all of the array that a fused scatter writes to.
+    # For a fused scatter, XLA counts the whole array that it writes to.
     assert (ours.rolled_bytes_accessed > ours.bytes_accessed) == (name == "scatter")
 
 
@@ -67,7 +67,8 @@ VMEM = """ENTRY %main (a: f32[1024]) -> f32[1024] {
 
 
 def test_main_memory_is_touched_where_arrays_lie_in_it():
-    """The copy in: one access on each side. The sum: three accesses here. The result: read here, written there."""
+    """The copy reads HBM and writes VMEM. The sum accesses VMEM three times. The result is read from VMEM and written
+    to HBM."""
     cost = analyze(VMEM)
     assert cost.bytes_accessed == 7 * 4096
     assert cost.hbm_bytes == 2 * 4096
@@ -163,7 +164,7 @@ ENTRY %main (which: s32[], x: f32[1024]) -> f32[1024] {
     ("branches", "operations", "accesses"),
     [
         *((names, 2, 6) for names in itertools.permutations(["dear", "cheap", "wide"])),
-        # With equally many operations, the one with more traffic is dearer.
+        # Of branches with equally many operations, the one with more traffic costs more.
         *((names, 1, 8) for names in itertools.permutations(["cheap", "wide"])),
     ],
 )
@@ -205,13 +206,14 @@ def test_a_tpus_program_with_its_kernels():
     """The program of data/write_v5e_scan.py: four rows on four devices, one row on each."""
     layers, length, heads, head_dim, width = 3, 1024, 2, 128, 256
     product = 2 * length * width * heads * head_dim
-    # Visited blocks: 1, 1, 2, 2 of 256 x 512; 2, 2, 1, 1 of 512 x 256; 1, 2 of 512 x 512. Products in a block: 2, 4, 3.
+    # Blocks that the fwd, dkv and dq kernels visit: 1, 1, 2, 2 of 256 x 512; 2, 2, 1, 1 of 512 x 256; 1, 2 of 512 x
+    # 512. Products per block: 2, 4, 3.
     kernels = 2 * heads * head_dim * (2 * 6 * 256 * 512 + 4 * 6 * 512 * 256 + 3 * 3 * 512 * 512)
     mesh = {"data": 2, "fsdp": 2}
     cost = analyze((DATA / "v5e_scan.hlo").read_text(), mesh, (DATA / "v5e_scan_partitioned.hlo").read_text())
     assert cost.matmul_flops == {"bf16": layers * (6 * product + kernels)}
     assert cost.notes == ()
-    # XLA's analysis gives 809859072 for this program: one layer, and nothing for the kernels.
+    # XLA's analysis returns 809859072 for this program: it counts one layer, and nothing for the kernels.
     assert cost.rolled_flops - kernels == pytest.approx(809859072, rel=0.001)
     # Some of the arrays are in the chip's VMEM.
     assert 0.2 * cost.bytes_accessed < cost.hbm_bytes < 0.8 * cost.bytes_accessed
@@ -272,7 +274,8 @@ OF_KERNEL = 'backend_config={"convolution_algorithm_config":{"is_ragged_dot":tru
 
 
 def test_rows_of_a_grouped_product_are_multiplied_with_their_own_group():
-    """What is fused with the product counts once, too. The rolled counts are XLA's, of rows with every group."""
+    """Operations that are fused with the product count once, too. The rolled counts follow XLA, which multiplies each
+    row with every group."""
     product, results = 2 * 1024 * 512 * 256, 1024 * 256
     cost = analyze(GROUPED.replace("SETTINGS", OF_KERNEL))
     assert (cost.matmul_flops, cost.flops) == ({"bf16": product}, product + results)

@@ -35,7 +35,7 @@ from trainer.config.schema import schema
 from trainer.training.batches import placed
 from trainer.training.build import build
 
-# These files make the configuration, and its values are part of the key.
+# These files build the configuration, whose values are part of the key.
 READS_BASE_YML = ("schema.py", "values.py")
 
 
@@ -86,7 +86,7 @@ def test_what_differs_is_named(step, file, origin):
     assert message.startswith(f"compiled_trainstep_file={file} contains a different step (file -> run):")
     assert "\n  scan_layers: true -> false\n  learning_rate: 0.006 -> 0.5\n  device number: 8 -> 4\n" in message
     assert f"\n  version jax: {jax.__version__} -> 0.0.1\ncompile again" in message
-    assert "argument" not in message  # arguments follow from the rest
+    assert "argument" not in message  # argument differences follow from the others
 
 
 def test_a_slice_of_another_shape_is_another_topology(step, file, origin):
@@ -115,7 +115,7 @@ def test_other_shapes_of_the_same_configuration_are_named(step, file, origin):
 
 @pytest.mark.parametrize("part", [0, 1], ids=["state", "batch"])
 def test_another_sharding_of_an_argument_is_named(step, file, part):
-    """Its shape, its dtype and the mesh are those of the file."""
+    """Only the sharding differs: shape, dtype and mesh are those in the file."""
     args = step.run.abstract_args()
     leaves, structure = jax.tree.flatten(args)
     changed = len(leaves) - 1 if part else next(i for i, leaf in enumerate(leaves) if any(leaf.sharding.spec))
@@ -143,7 +143,7 @@ def test_a_damaged_file_and_another_one_are_refused(step, file, origin, tmp_path
 
 
 class _Exec:
-    """What pickles like an executable that this XLA cannot read."""
+    """Pickles like an executable that this XLA cannot read."""
 
 
 class _Pickler(pickle.Pickler):
@@ -184,7 +184,7 @@ def test_the_key_is_of_the_checkout_that_runs(monkeypatch, tmp_path):
         (copied / name).write_text(text)
         return changed
 
-    # The registry names the second file by a string. It is deleted with Linen.
+    # The registry refers to linen/stack.py by a string. The file disappears with Linen.
     for name in ("training/step.py", *(["linen/stack.py"] if (copied / "linen").exists() else [])):
         assert after_a_change_of(name) != before, name
     for name in ("training/loop.py", "data/packing.py"):
@@ -215,7 +215,8 @@ def test_whatever_runs_while_a_step_is_traced_is_in_the_key(combination):
     assert ran - set(known) <= {SOURCE / "config" / name for name in READS_BASE_YML}
 
 
-# The key has how many documents share a row, for kernels that read them: these say it, and stand in checks beside it.
+# These settings determine how many documents share a row. The step's key contains that number, for kernels that read
+# it. The code reads the settings themselves only in checks.
 OF_DOCUMENTS = (
     *("dataset_type", "data_pipeline", "grain_file_type", "packing", "max_segments_per_seq", "reset_attention_mask"),
     *("packing_max_segments_per_sample", "mmap_eod_id", "mmap_npy_split", "eod_mask_loss", "held_out_share"),
@@ -227,17 +228,17 @@ READ_BESIDES = {
     "eval_per_device_batch_size",
     "hardware",
     *("load_parameters_path", "load_full_state_path"),  # in checks of the masks that a checkpoint has
-    *("teacher_path", "teacher_logits_path"),  # the name of a key, and whether there are saved logits
-    "rl_num_generations",  # the engine's, not the step's
+    *("teacher_path", "teacher_logits_path"),  # as the name of a key, and for whether logits are saved
+    "rl_num_generations",  # affects the engine, not the step
     "lora_restore_path",  # in a check of keys without effect
-    "model_name",  # MaxText's key of this name, in what a family says about MaxText
+    "model_name",  # as the name of a MaxText key, in a family's facts about MaxText
     "mtp_eval_target_module",
-    "override_model_config",  # as model_name
+    "override_model_config",  # like model_name
     *("prefill_chunk_size", "quantize_kvcache"),  # in checks of batch_invariant
     "sharding_tolerance",
     "steps",
-    *("num_batches", "rl_num_iterations"),  # steps follow from them
-    *("decode_sampling_temperature", "sft_train_on_completion_only"),  # in the key with use_grpo, with use_dpo
+    *("num_batches", "rl_num_iterations"),  # `steps` is derived from them
+    *("decode_sampling_temperature", "sft_train_on_completion_only"),  # in the key with use_grpo, and with use_dpo
     *OF_DOCUMENTS,
 }
 

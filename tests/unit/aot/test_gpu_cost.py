@@ -1,4 +1,4 @@
-"""Costs of programs for GPUs: stored ones of both versions of JAX (data/write_gpu.py), and kernels by themselves."""
+"""Costs of GPU programs: programs stored by two versions of JAX (data/write_gpu.py), and single kernels."""
 
 import gzip
 import math
@@ -32,7 +32,7 @@ def cost(text):
 
 @pytest.fixture(scope="module")
 def parameters():
-    """The number of parameters in products."""
+    """The number of parameters of matrix products."""
     sys.path.insert(0, str(DATA))
     from write_gpu import WORDS
 
@@ -40,9 +40,10 @@ def parameters():
 
 
 def test_products_are_those_of_the_closed_form(cost, parameters):
-    """Rematerialization adds the blocks' forward pass without the last product. Products are cuBLAS's and fused ones;
-    attention is cuDNN's: two products, again two, and five, of the scores of documents of equal length."""
-    rows = 2 * 8 / 4  # of a device, which has half of the heads
+    """Rematerialization adds the blocks' forward pass without the last product. Products are computed by cuBLAS and in
+    fusions. cuDNN's attention computes two products of scores forward, two again in rematerialization and five
+    backward, for documents of equal length."""
+    rows = 2 * 8 / 4  # of a device, which also has only half of the heads
     again = parameters - EMBED * VOCAB - LAYERS * EMBED * MLP
     dense = 2 * rows * LENGTH * (3 * parameters + again) / 2
     part = LENGTH / DOCUMENTS
@@ -52,7 +53,7 @@ def test_products_are_those_of_the_closed_form(cost, parameters):
 
 
 def test_gradients_are_summed_between_the_hosts(cost, parameters):
-    """Each device sums its part of the parameters in products, in bfloat16, and sends nothing else as large."""
+    """Between hosts, each device sums in bfloat16 only the gradients of its part of the matrix products' parameters."""
     between = [each for each in cost.collectives if each.axes == ("data",) and each.sums and each.dtype == "bf16"]
     assert {each.slices for each in between} == {2}
     assert sum(each.size * each.count for each in between) == 2 * parameters / 4
@@ -61,7 +62,7 @@ def test_gradients_are_summed_between_the_hosts(cost, parameters):
 
 
 def test_weights_are_gathered_in_each_layer(cost):
-    """By kind and axis, in bfloat16: the four matrices of attention and the three of the MLP, forward and again."""
+    """The four matrices of attention and the three of the MLP are gathered over fsdp in bfloat16, forward and again."""
     found = [
         each for each in cost.collectives if (each.kind, each.axes, each.dtype) == ("all-gather", ("fsdp",), "bf16")
     ]

@@ -1,4 +1,4 @@
-"""What must be installed to compile for GPUs without one."""
+"""What must be installed to compile for GPUs on a machine without a GPU."""
 
 import pytest
 from jax.errors import JaxRuntimeError
@@ -36,7 +36,7 @@ def test_without_the_plugin_the_command_that_installs_it_is_named(monkeypatch):
 def test_an_absent_part_of_nvidias_software_is_named(monkeypatch, plugin, packages):
     monkeypatch.setattr(gpus, "plugin", lambda: plugin)
     for message, part in (("INTERNAL: cuDNN not found.", "cuDNN"), ("Couldn't find a version of ptxas", "ptxas")):
-        with pytest.raises(UserError, match=f"does not find {part}: pip install {packages} "), gpus.parts_present():
+        with pytest.raises(UserError, match=f"cannot find {part}: pip install {packages} "), gpus.parts_present():
             raise JaxRuntimeError(message)
     with pytest.raises(JaxRuntimeError, match="ptxas"), gpus.parts_present():
         raise JaxRuntimeError("ptxas exited with non-zero error code")

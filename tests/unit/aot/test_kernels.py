@@ -16,8 +16,8 @@ def call(name, text, results="bf16[1,4,2048,128]{3,2,1,0}"):
 
 
 def splash(kind, q, kv, steps, suffix="", turned="", shares=1, **results):
-    """Returns the cost of a splash kernel: 2048 tokens, queries of `shares` devices, 4 query and 2 key heads of
-    128; `steps` is the grid's width."""
+    """Returns the cost of a splash kernel for 2048 tokens, with queries split over `shares` devices, 4 query and 2 key
+    heads of 128. `steps` is the grid's width."""
     layouts = "".join(f', \\"{name}_layout\\": {2 if name in turned else 1}' for name in "qkv")
     blocks = f'"{{\\"block_q{suffix}\\": {q}, \\"block_kv{suffix}\\": {kv}{layouts}}}"'
     rows, columns = 2048 // shares // q, 2048 // kv

@@ -60,7 +60,7 @@ def counted(devices=1, **keys):
     ids=" ".join,
 )
 def test_every_tensor_of_every_layer_counts_once_on_its_device(keys):
-    # The ring also names the statistics of its softmax, 4 entries beside 64.
+    # The ring also names its softmax statistics, 4 entries in addition to 64.
     assert counted(**keys) == pytest.approx(LAYERS, rel=0.07 if "attention" in keys else 0)
 
 
@@ -83,7 +83,7 @@ def test_a_module_of_multi_token_prediction_is_a_layer_more():
 
 def test_a_pipeline_computes_each_of_its_iterations_again():
     keys = {"ici_pipeline_parallelism": 2, "ici_fsdp_parallelism": 1, "num_pipeline_microbatches": 2}
-    iterations = 3  # of which each stage needs two; each has half of the rows
+    iterations = 3  # each with half of the rows; each stage needs only two of them
     assert counted(2, **keys) == {name: iterations * size for name, size in LAYER.items()}
 
 

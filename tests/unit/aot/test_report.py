@@ -75,7 +75,7 @@ def test_gradients_that_a_ring_sums_are_reduced_too(report):
 
 
 def test_the_peak_includes_all_temporaries(step):
-    """For small programs, libtpu's own peak is less than their temporaries."""
+    """For small programs, libtpu reports a peak below the size of their temporaries."""
 
     class Stats:
         argument_size_in_bytes, output_size_in_bytes, alias_size_in_bytes = 100, 90, 80
@@ -91,7 +91,7 @@ def test_the_peak_includes_all_temporaries(step):
 
 
 def test_the_estimate_of_a_loop_of_unknown_length_is_a_lower_bound(step, monkeypatch):
-    """In the scanned step every loop has a known length, until the text of one no longer says it."""
+    """Every loop of the scanned step has a known length, until the test removes the lengths from the program's text."""
     monkeypatch.setattr("trainer.aot.report.chip_of", lambda kind: CHIPS["v5e"])
     known = make_report(step.run, step.compiled, "", step.texts, (0.0, 0.0), 1)
     times = known.as_dict()["estimate"]
@@ -101,7 +101,7 @@ def test_the_estimate_of_a_loop_of_unknown_length_is_a_lower_bound(step, monkeyp
     assert (times["lower_bound"], unknown.as_dict()["estimate"]["lower_bound"]) == (False, True)
     text = report_text(unknown)
     assert "a step, per device: at least " in text
-    assert text.splitlines()[-1] == "  lower bound: the number of rounds of a loop is unknown, one is counted"
+    assert text.splitlines()[-1] == "  lower bound: the trip count of a loop is unknown; one iteration is counted"
     assert "lower bound" not in report_text(known)
 
 
@@ -160,4 +160,4 @@ def test_what_xla_computes_again_is_said(step):
     )
     report = make_report(step.run, step.compiled, "", step.texts._replace(optimized=again), (0.0, 0.0), 1)
     assert report.rematerialized == 1
-    assert "  XLA computes 1 value again to save memory" in report_text(report)
+    assert "  XLA recomputes 1 value to save memory" in report_text(report)

@@ -15,7 +15,7 @@ from trainer.aot.cost import analyze
 from trainer.aot.roofline import Estimate, estimate
 
 DATA = Path(__file__).parent / "data"
-# One FLOP, one byte of HBM, ICI, DCN or the link to the host takes a second.
+# Each FLOP, and each byte of HBM, ICI, DCN or the host link, takes one second.
 UNIT = Chip("unit", (), 1, 0, 1.0, {"bf16": 1.0, "f32": 1.0}, 1.0, 1, 1.0, 1.0)
 SLOW = dataclasses.replace(UNIT, ici_bandwidth=1 / 32)  # 32 seconds for a byte on ICI
 FAR = dataclasses.replace(UNIT, host_bandwidth=1 / 8)  # 8 seconds for a byte to the host
@@ -92,7 +92,7 @@ def test_a_gather_that_the_text_overlaps_costs_what_is_left_of_it(form):
 
 
 def test_transfers_on_one_link_queue():
-    """Two gathers of 2048 seconds, started together, behind one product: the second ends after both."""
+    """Two gathers of 2048 seconds start together and overlap one product: the second ends after both."""
     second = START.replace("%y", "%v").replace("channel_id=1", "channel_id=2")
     ends = ["%d = f32[32]{0:S(1)} all-gather-done(%s)", "%e = f32[32]{0:S(1)} all-gather-done(%t)"]
     other = "%v = f32[16]{0:S(1)} parameter(3)"
@@ -138,12 +138,12 @@ def test_a_loop_waits_in_each_round():
     assert inside.scheduled_seconds == 5 * 32 * GATHER
     assert inside.exposed_network_seconds == 5 * (32 * GATHER - PRODUCT)
     assert looped(start, done, *products(1)).scheduled_seconds == 5 * (32 * GATHER + PRODUCT)
-    unfinished = looped(*products(1), start)  # the next round could finish it: waited for at the end of each
+    unfinished = looped(*products(1), start)  # the loop has no `done`, so each round waits at its end
     assert unfinished.scheduled_seconds == 5 * (PRODUCT + 32 * GATHER)
-    # A gather that goes on during the first two rounds of one product each.
+    # A gather that overlaps the first two rounds, which have one product each.
     around = looped(*products(1), before=(start,), after=(done,))
     assert (around.scheduled_seconds, around.exposed_network_seconds) == (5 * PRODUCT, 0)
-    # The loop's own gather waits for the one before it, once.
+    # The loop's gather waits once for the gather before the loop.
     busy = looped(start, done, *products(1), before=(start,))
     assert busy.scheduled_seconds == 5 * (PRODUCT + 32 * GATHER) + 32 * GATHER
 
@@ -151,7 +151,7 @@ def test_a_loop_waits_in_each_round():
 def test_a_loop_copies_and_prefetches():
     host = looped("%far = f32[64]{0:S(5)} constant({...})", "%near = f32[64]{0:S(1)} copy(%far)")
     assert (host.host_seconds, host.scheduled_seconds) == (5 * 256, 5 * 256)
-    # A prefetch of 2048 seconds goes on during the first two rounds.
+    # A prefetch of 2048 seconds overlaps the first two rounds.
     slow = dataclasses.replace(UNIT, hbm_bandwidth=1 / 8)
     prefetch = looped(*products(1), before=(ARRAYS[0], PREFETCH), after=(PREFETCHED,), chip=slow)
     assert (prefetch.memory_seconds, prefetch.scheduled_seconds) == (2048, 5 * PRODUCT)
@@ -291,7 +291,7 @@ def test_a_copy_without_an_end_is_waited_for():
 
 
 def test_links_serve_at_the_same_time():
-    """A gather of 2048 seconds and a copy of 2048, behind one product: the longer wait is for both."""
+    """A gather and a copy of 2048 seconds each overlap one product: one wait covers both."""
     chip = dataclasses.replace(FAR, ici_bandwidth=1 / 32)
     copy, copied = HOST["to the device"]
     gather, gathered = f"%g = {START}", "%e = f32[32]{0:S(1)} all-gather-done(%g)"
@@ -300,7 +300,8 @@ def test_links_serve_at_the_same_time():
 
 
 def test_a_prefetch_takes_the_time_in_which_hbm_is_free():
-    """256 bytes from HBM to VMEM behind 64 negated bytes of HBM (read and written) and a product of 1024 seconds."""
+    """A prefetch of 256 bytes from HBM to VMEM overlaps a negation of 256 bytes in HBM (read and written), and a
+    product of 1024 seconds."""
     start, end, negated = PREFETCH, PREFETCHED, "%n = f32[64]{0} negate(%z)"
     assert timed(*ARRAYS, start, *products(1), end).scheduled_seconds == PRODUCT
     assert timed(*ARRAYS, start, end, *products(1)).scheduled_seconds == PRODUCT + 256

@@ -58,7 +58,7 @@ def test_bijection_for_every_optimizer(config, model, name):
     assert jax.tree.leaves(codec.pack(unpacked)) == list(range(len(leaves)))
     assert jax.tree.structure(codec.pack(unpacked)) == structure
 
-    # Each leaf is at the place where its shape belongs.
+    # Each leaf is where its shape is expected.
     for kept, shape in zip(jax.tree.leaves(unpacked.params), jax.tree.leaves(tree.params), strict=True):
         assert leaves[kept].shape == shape.shape
 

@@ -65,6 +65,8 @@ def test_without_an_optimizer_it_says_so():
         for state in (TrainStateNNX(Line()), TrainStateNNX(Line(), None)):
             assert set(nnx.state(state)) == {"model"}
             before = state.model.slope[...]
-            with pytest.raises(RuntimeError, match=r"no optimizer; give one, TrainStateNNX\(model, nnx.Optimizer\("):
+            with pytest.raises(
+                RuntimeError, match=r"no optimizer; create it with one: TrainStateNNX\(model, nnx.Optimizer\("
+            ):
                 state.apply_gradients(grads_of(state.model))
             assert_equal_bits(state.model.slope[...], before)

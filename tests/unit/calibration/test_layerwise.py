@@ -1,4 +1,4 @@
-"""Calibration layer by layer: what is recorded, against NumPy; what the layers compute, against the model."""
+"""Calibration layer by layer: its statistics are compared with NumPy, and its layers with the model."""
 
 import functools
 import weakref
@@ -41,7 +41,7 @@ CASES = {
             for name in under(path, ATTENTION + [f"mlp/{name}" for name in MLP])
         ],
     ),
-    "deepseek": (  # a dense layer, then one of experts with a shared one
+    "deepseek": (  # a dense layer, then a layer of experts with a shared expert
         {
             "decoder_block": "deepseek",
             "attention_type": "mla",
@@ -80,7 +80,7 @@ def made(case, **keys):
 
 
 def reader(params, calls):
-    """Returns a `Read`, which lists its calls in `calls` and refuses to hold parameters of two layers."""
+    """Returns a `Read` that appends its calls to `calls` and refuses to keep the parameters of two layers in memory."""
     alive = []
 
     def read(path, number):
@@ -102,7 +102,7 @@ def identity(name, kernel, statistics):
 
 @functools.cache
 def passed(case):
-    """Returns the layers of a pass that quantizes nothing, the calls of `read`, and the lines of progress."""
+    """Returns the layers of a pass that quantizes nothing, the calls of `read`, and the progress lines."""
     model, params, rest, batches = made(case)
     calls, lines, layers = [], [], []
     run = calibrate(
@@ -110,7 +110,7 @@ def passed(case):
     )
     for layer in run:
         layers.append(layer)
-        assert len(calls) <= len(layers) + 3  # and two parts before the head: nothing is read ahead
+        assert len(calls) <= len(layers) + 3  # 3: the embedding, and two parts before the head; nothing is read ahead
     return layers, calls, lines
 
 
@@ -148,7 +148,7 @@ def statistics_of(case):
 
 
 def inputs_of(case):
-    """Returns the inputs [n, in] of each `Dense` kernel without padding, by name."""
+    """Returns the inputs [n, in] of each `Dense` kernel, without padding, by name."""
     batches, names = made(case)[3], CASES[case][1]
     rows = {name: [] for name in names}
     for batch, (_, _, inputs) in zip(batches, forward(case), strict=True):
@@ -169,7 +169,8 @@ def assert_of(statistics, rows):
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_inputs_of_every_kernel(case):
-    """Those of the model without padding, caught at its layers. A kernel's statistics do not fit another one's."""
+    """Compares statistics with the inputs of the model's layers, without padding. Another kernel's statistics and
+    altered ones do not match."""
     found, inputs = statistics_of(case), inputs_of(case)
     for name, rows in inputs.items():
         assert_of(found[name], rows)
@@ -206,7 +207,7 @@ def test_the_layers_one_by_one_are_the_model(case):
 
 
 def test_the_output_head_reads_normalized_states():
-    """Its modules of multi-token prediction and a tied table are left alone, so only an own matrix counts."""
+    """Only a separate head matrix is calibrated, and not a tied embedding."""
     batches = made("llama2")[3]
     real = [batch["inputs_segmentation"] != 0 for batch in batches]
     rows = [hidden[mask] for mask, (hidden, _, _) in zip(real, forward("llama2"), strict=True)]
@@ -215,7 +216,8 @@ def test_the_output_head_reads_normalized_states():
 
 
 def test_each_expert_sees_its_own_tokens():
-    """Those that the router gives it, from the input of the router; wo's inputs are computed by NumPy."""
+    """An expert's inputs are the router's inputs for the tokens that it assigns to the expert. NumPy computes wo's
+    inputs."""
     _, params, _, batches = made("deepseek")
     found, inputs = statistics_of("deepseek"), inputs_of("deepseek")
     x = inputs[f"decoder/{EXPERTS}/gate/kernel"]
@@ -232,7 +234,7 @@ def test_each_expert_sees_its_own_tokens():
         gate, up = rows @ matrices["wi_0"][expert], rows @ matrices["wi_1"][expert]
         for name, expected in {"wi_0": rows, "wi_1": rows, "wo": gate / (1 + np.exp(-gate)) * up}.items():
             assert_of(jax.tree.map(lambda part: part[expert], found[f"decoder/{EXPERTS}/{name}"]), expected)  # noqa: B023
-    assert passed("deepseek")[2][1] == "layer 2: 1 of 4 experts of DeepSeekMoeBlock_0/MoeBlock_0 got no tokens"
+    assert passed("deepseek")[2][1] == "layer 2: 1 of 4 experts of DeepSeekMoeBlock_0/MoeBlock_0 received no tokens"
     assert not found[f"decoder/{EXPERTS}/wo"].mean_abs()[-1].any()
 
 
@@ -271,8 +273,8 @@ def test_what_cannot_be_calibrated(monkeypatch):
     with pytest.raises(UserError, match="weight_sparsity_m=4: a model with masked weights"):
         start(sparse)
     own = tiny_config(ALL_COMBINATIONS[0], decoder_block="stored_int8:dense", logits_via_embedding=False)
-    with pytest.raises(UserError, match=r"wi_0/kernel.*the family chooses the product"):
+    with pytest.raises(UserError, match=r"wi_0/kernel.*the family defines the product"):
         start(own)
-    monkeypatch.setattr("os.sysconf", lambda name: 100)  # pages, and bytes of a page
+    monkeypatch.setattr("os.sysconf", lambda name: 100)  # the number of pages, and the page size
     with pytest.raises(UserError, match="rows of text take half of this machine's memory; give fewer"):
         start()

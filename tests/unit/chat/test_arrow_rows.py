@@ -1,4 +1,4 @@
-"""Rows of conversations that Arrow stored: they are rendered as the same rows of JSON lines."""
+"""Conversations stored by Arrow are rendered like the same rows in JSON lines."""
 
 import json
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ ROWS = [
     {"messages": [USER, called("g"), {"role": "assistant", "content": "Hm"}], "tools": None},
     {"messages": [USER, WITHOUT], "tools": []},
 ]
-# What templates of models ask.
+# Reads messages in all the ways that models' templates do.
 TEMPLATE = """\
 {% for tool in tools or [] %}{{ tool | tojson }}
 {% endfor %}{% for m in messages %}{{ m.role }}: {% if m.content is none %}none{% else %}{{ m.content }}{% endif %}
@@ -49,7 +49,7 @@ TEMPLATE = """\
 
 
 def records(path: Path, kind: str, columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> list[Record]:
-    """Returns the records of `rows`, after they were in a file or folder."""
+    """Returns the records of `rows` after a round trip through a file or folder in the format `kind`."""
     keys: dict[str, Any] = {"dataset_type": "grain", "grain_file_type": kind, "grain_train_files": path / "rows"}
     if kind in ("saved", "arrow"):
         import datasets
@@ -97,7 +97,7 @@ def test_nulls_that_a_user_wrote_stay(tmp_path: Path):
     (record,) = records(tmp_path, "jsonl", ("messages", "tools"), rows)
     (messages, tools), _ = conversation(record, ("messages", "tools"), None)
     assert (messages[1]["tool_calls"], tools) == (rows[0]["messages"][1]["tool_calls"], [schema])
-    # In Arrow as text: a column of it, or the fields.
+    # Arrow may store JSON text, as a whole column or in single fields.
     called_as_text = USER | {"tool_calls": [{"function": {"arguments": '{"city": null}'}}]}
     texts = [{"messages": json.dumps(rows[0]["messages"]), "tools": json.dumps([schema])}]
     (tmp_path / "text").mkdir()
@@ -130,5 +130,5 @@ def test_text_of_the_type_json(tmp_path: Path):
     found = [record.values for *_, record in ParquetPart(tmp_path / "rows", ("a", "b")).read()]
     assert found == [([{"a": None}, None], {"p": {}}), ([None, [1]], {"n": 1})]
     pyarrow.parquet.write_table(pyarrow.table({"a": pyarrow.array(["{"]).cast(pyarrow.json_())}), tmp_path / "rows")
-    with pytest.raises(UserError, match=r"rows is damaged, or not .*text of the type JSON"):
+    with pytest.raises(UserError, match=r"rows is damaged, or not .*text of the JSON type"):
         list(ParquetPart(tmp_path / "rows", ("a",)).read())

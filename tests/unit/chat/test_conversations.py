@@ -1,4 +1,4 @@
-"""Conversations in records: the forms that are read, functions of a user, and what is refused."""
+"""Conversations in records: accepted forms, users' functions, and what is refused."""
 
 import json
 import linecache
@@ -80,11 +80,11 @@ def test_characters_that_are_not_text_are_replaced_and_counted():
         (["Hi", "Yo"], r"messages\[0\] is 'Hi', not a message with role and content"),
         ([{"rôle": "user", "content": "x"}], r"messages\[0\] has no role.*it has rôle, content"),
         ([{"role": 3, "content": "x"}], "has no role"),
-        ([{"role": "user", "content": 3}], "content of the type int"),
-        ([{"from": "observation", "value": "x"}], "is from observation: known: human, user, gpt"),
-        ([{"from": ["human"], "value": "x"}], "is from .*known: human, user, gpt"),
-        ([{"from": "human", "text": "x"}], "each with a value"),
-        ([{"role": "user", "content": [{"type": "image"}]}], "content of the type image: only text"),
+        ([{"role": "user", "content": 3}], "content of type int"),
+        ([{"from": "observation", "value": "x"}], "has from=observation: from must be one of human, user, gpt"),
+        ([{"from": ["human"], "value": "x"}], "has from=.*: from must be one of human, user, gpt"),
+        ([{"from": "human", "text": "x"}], "and value must exist"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "content of type image; only text"),
         (b"\xff[]", "not UTF-8"),
         ({"role": ["user"], "content": []}, "holds dict"),
     ],

@@ -1,4 +1,4 @@
-"""Conversations as documents: templates of tokenizers, tokens, masks, and what is refused."""
+"""Conversations as documents: chat templates, tokens, masks, and what is refused."""
 
 import base64
 import datetime
@@ -48,7 +48,7 @@ def test_tokens_and_mask(tmp_path: Path):
     assert learnt(*document) == b"Yo$"
     assert learnt(*other) == b"Yo$OK$"
     assert ByteTokenizer().decode(document.tokens) == TEXT.replace(EOT_TEXT, "")
-    assert document.tokens.tolist().count(256) == 2  # the template's, and no other
+    assert document.tokens.tolist().count(256) == 2  # both from the template
     assert counts.notes() == []
     (whole,), _ = encoded(encoder_of(tmp_path, sft_train_on_completion_only=False), SAID)
     assert whole.loss is None
@@ -106,8 +106,8 @@ def test_a_conversation_that_is_too_long_is_cut_or_skipped(tmp_path: Path):
     assert kept is not None
     assert skipped is None
     (note,) = counts.notes()
-    begins = "what is learnt in them begins after max_target_length=32 tokens"
-    assert note == f"1 conversations are skipped, because {begins}; the first in line 2"
+    why = "their first trained token is after max_target_length=32 tokens"
+    assert note == f"1 conversations are skipped, because {why}; the first in line 2"
     for keys in ({"use_truncation": False}, {"grain_packing_type": "concat_then_split"}):
         (kept,), counts = encoded(encoder_of(tmp_path, max_target_length=32, **keys), long)
         assert kept is not None
@@ -121,8 +121,8 @@ def test_dropped_reasoning_is_said_once_with_its_number(tmp_path: Path):
     documents, counts = encoded(encoder_of(tmp_path, chat_template=template), SAID + OTHER, SAID, SAID + SAID + OTHER)
     assert [learnt(*document) for document in documents] == [b"OK$", b"Yo$", b"OK$"]
     (note,) = counts.notes()
-    assert note.startswith("3 turns of the assistant are rendered otherwise in a conversation than generation sees")
-    assert "are not learnt" in note
+    assert note.startswith("3 turns of the assistant are rendered differently in a complete conversation than")
+    assert "are not trained" in note
     assert "the first in line 1, message 2: generation sees" in note
 
 
@@ -152,7 +152,7 @@ def test_a_tokenizer_and_its_template_come_back_from_what_is_saved(tmp_path: Pat
     assert again.chat_template.text == template
     assert again.special_names == {"eos_token": EOT_TEXT, "x_token": "!"}
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named[1:]}))
-    with pytest.raises(UserError, match="the templates tool_use, and none is called default"):
+    with pytest.raises(UserError, match="the templates tool_use, but none named default"):
         load_tokenizer(str(folder), "auto", add_bos=True, add_eos=True)
 
 
@@ -221,7 +221,7 @@ def test_other_tokenizers(tmp_path: Path, kind: str):
             minloglevel=2,
         )
     tokenizer = load_tokenizer(str(tmp_path / "tokenizer.model"), "auto", add_bos=True, add_eos=True)
-    says = [*SAID, OTHER[0], {"role": "assistant", "content": "\U0001f600OK\u20ac"}]  # some in bytes
+    says = [*SAID, OTHER[0], {"role": "assistant", "content": "\U0001f600OK\u20ac"}]  # some characters become bytes
     (made,), counts = encoded(encoder_of(tmp_path, tokenizer, vocab_size=tokenizer.vocab_size), says)
     assert made is not None
     targets = made.tokens[1:][made.loss]
@@ -232,7 +232,7 @@ def test_other_tokenizers(tmp_path: Path, kind: str):
 
 
 def test_places_are_described_once():
-    """A line of a file is counted from the file's beginning."""
+    """Describing a position is slow: a line number is counted from the beginning of the file."""
     counts, asked = Counts(), []
     every = Counts()
     for _ in range(3):

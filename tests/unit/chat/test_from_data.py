@@ -1,4 +1,4 @@
-"""What a run takes from its data where no key says it."""
+"""Settings that a run derives from its data if no key sets them."""
 
 import json
 import re
@@ -28,7 +28,8 @@ OF = {"sft": SFT_DEFAULTS, "dpo": DPO_DEFAULTS, "grpo": RL_DEFAULTS | {"reward_f
 
 @pytest.fixture
 def length(tmp_path, monkeypatch):
-    """length(command, rows, *words): the key that a run of `command` takes from rows, and the line on it."""
+    """length(command, rows, *words): the max_target_length that a run of `command` derives from rows, and its
+    message."""
     monkeypatch.chdir(tmp_path)
     model = SimpleNamespace(length=8192)
     monkeypatch.setattr("trainer.weights.open.open_source", lambda *given, **options: model)
@@ -62,16 +63,16 @@ def test_rows_have_room_for_the_longest_record(length):
     found, (line,) = length("dpo", [{"chosen": "b" * 200, "rejected": "c" * 100}], *[])
     assert (found, line.endswith("the longest of 1 pair has 302 tokens")) == (384, True), line
     found, (line,) = length("grpo", PROMPTS, "train_data_columns=prompt")
-    said = "the longest of 40 prompts has 41 tokens, and 512 more are for a completion"
+    said = "the longest of 40 prompts has 41 tokens, and 512 more are reserved for a completion"
     assert (found, line.endswith(said)) == (640, True)
 
 
 def test_the_length_has_limits(length):
     of_messages = "train_data_columns=messages"
     found, (line,) = length("sft", longer(5000), of_messages)
-    assert (found, line.endswith("more than the most that is taken from data")) == (2048, True), line
+    assert (found, line.endswith("more than the limit for a length from data")) == (2048, True), line
     found, (line,) = length("sft", longer(5000), of_messages, positions=1000)
-    assert (found, line.endswith("more than the positions of the model")) == (1000, True), line
+    assert (found, line.endswith("more than the model's number of positions")) == (1000, True), line
     assert length("sft", longer(600), of_messages, positions=None)[0] == 640
     assert length("dpo", [{"chosen": "b" * 9000, "rejected": "c"}])[0] == 4096
     with pytest.raises(UserError, match=r"max_target_length=1000 \(the model and the data\)"):
@@ -98,7 +99,7 @@ def test_a_run_that_continues_keeps_its_length(length, monkeypatch):
     said = "train_data_columns=[messages] max_target_length=256 (not given): as in checkpoints/3"
     assert line == said
     assert length("sft", longer(600), *words, "max_target_length=512") == (512, [])
-    assert length("sft", longer(600), words[0])[0] == 640  # without a name, the same configuration is continued
+    assert length("sft", longer(600), words[0])[0] == 640  # without run_name, the earlier run's keys are not used
     assert asked == ["model"] * 2
 
 
@@ -140,7 +141,7 @@ def test_a_compilation_asks_for_the_length(length, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         train_compile.main(words)
     assert ended.value.code == 2
-    assert "max_target_length is not given: a run that starts from a model takes it from" in capsys.readouterr().err
+    assert "max_target_length is not set: a run that starts from a model derives it from" in capsys.readouterr().err
 
 
 def of_documents(encoder):

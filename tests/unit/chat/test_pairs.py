@@ -1,4 +1,4 @@
-"""Pairs of answers as documents: which columns, what is learnt, what is cut, skipped and refused."""
+"""Pairs of answers as documents: columns, trained tokens, and what is cut, skipped and refused."""
 
 import json
 
@@ -33,7 +33,7 @@ def encoded(encoder, *records):
 
 
 def text(document, only_learnt=False):
-    """Returns the sequences of a pair, as text with $ for the special token, or what is learnt of them."""
+    """Returns the sequences of a pair as text, with $ for the special token. `only_learnt`: only the trained tokens."""
     parts = (document, *document.after)
     kept = [part.tokens[1:][part.loss] if only_learnt else part.tokens for part in parts]
     return ["".join(chr(i) if i < 256 else "$" for i in tokens) for tokens in kept]
@@ -112,13 +112,13 @@ def test_what_teaches_nothing_is_skipped_and_counted():
     assert [document is not None for document in documents] == [False] * 4 + [True]
     assert counts.notes() == [
         "3 pairs are skipped: a prompt or an answer is empty; the first in line 2",
-        "1 pairs are skipped: their answers are equal, as far as they fit a row; the first in line 1",
+        "1 pairs are skipped: their answers are equal within a row; the first in line 1",
     ]
     documents, counts = encoded(encoder_of("chosen rejected"), (same, same), ("x", "x"), (same, [same[0], same[0]]))
     assert documents == [None] * 3
     assert [note[:30] for note in counts.notes()] == [
         "2 pairs are skipped: their ans",
-        "1 pairs are skipped: nothing i",
+        "1 pairs are skipped: one of th",
     ]
 
 
@@ -133,7 +133,7 @@ def test_a_pair_that_is_too_long_is_cut(align):
     if align == 1:
         kept = "$" + ("$User:\n" + prompt + "\nAssistant:\n")[-15:]  # a quarter of a row, with the first token
         assert (first[:16], second[:16]) == (kept, kept)
-        assert (len(first), len(second)) == (16 + 17, 16 + 17)  # at equal places
+        assert (len(first), len(second)) == (16 + 17, 16 + 17)  # both are cut at the same position
         assert document.places() == row
     else:
         assert second.endswith("r" * 20 + "$\n")
@@ -156,13 +156,13 @@ def test_prompts_have_a_length_of_their_own():
     assert documents == [None]
     documents, counts = encoded(encoder_of(dpo_max_prompt_length=63, max_target_length=64), ("p" * 99, "c", "r"))
     assert documents == [None]
-    assert "their prompts leave no room in a row for answers" in counts.notes()[0]
+    assert "their prompts leave no space in a row for answers" in counts.notes()[0]
 
 
 def test_answers_that_are_equal_where_they_are_cut_are_skipped():
     documents, counts = encoded(encoder_of(max_target_length=64), ("p", "a" * 90 + "x", "a" * 90 + "y"))
     assert documents == [None]
-    assert "their answers are equal, as far as they fit a row" in counts.notes()[0]
+    assert "their answers are equal within a row" in counts.notes()[0]
 
 
 @pytest.mark.parametrize("length", range(4, 40))

@@ -1,4 +1,4 @@
-"""What --show prints of records that are cut or skipped."""
+"""What --show prints for records that are cut or skipped."""
 
 import json
 
@@ -12,7 +12,7 @@ from trainer.config.capabilities.preference_keys import DPO_DEFAULTS
 
 @pytest.fixture
 def shown(tmp_path, capsys):
-    """shown(show, row, **keys): what is printed of a row, and the notes after it."""
+    """shown(show, row, **keys): the output for a row, and the notes after it."""
 
     def printed(show, row, **keys):
         (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")

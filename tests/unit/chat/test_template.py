@@ -1,4 +1,4 @@
-"""Templates: what Hugging Face's tokenizers give them, marks, and what the sandbox refuses."""
+"""Templates: the variables that Hugging Face's tokenizers pass them, generation marks, and what the sandbox refuses."""
 
 import datetime
 import pickle
@@ -69,7 +69,7 @@ def test_a_template_of_parts_gets_parts():
 
 
 def test_a_content_of_null_is_none_and_prints_nothing():
-    """DeepSeek's templates ask whether it is none; others print it."""
+    """DeepSeek's templates check whether the content is none; other templates print it."""
     text = "{% for m in messages %}{{ 'calls' if m.content is none }}{{ m['content'] | trim }}|{% endfor %}"
     null = [SAID[0], {"role": "assistant", "content": None}]
     assert rendered(text, null).text == "Hi|calls|"
@@ -103,7 +103,7 @@ def test_the_default_template():
         ("{% for i in range(100001) %}x{% endfor %}", "Range"),
         ("{% for i in range(99999) %}{{ 'x' * 999999 }}{% endfor %}", "more than"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
-        ("{{ lipsum() }}", "lipsum"),  # random
+        ("{{ lipsum() }}", "lipsum"),  # returns random text
         ("{{ 'abcdef' | truncate(1) }}", "expected length"),
         ("{{ '\\ud800' }}", "surrogates not a"),
     ],

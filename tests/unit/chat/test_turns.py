@@ -1,4 +1,4 @@
-"""What is learnt of a conversation: random templates against an oracle, and templates like published ones."""
+"""Which parts of a conversation are trained: random templates against an oracle, and templates like published ones."""
 
 import random
 from typing import NamedTuple
@@ -29,18 +29,18 @@ SAID = [
 
 
 class Style(NamedTuple):
-    """What a random template writes."""
+    """The properties of a random template."""
 
     start: str
     header: dict[str, str]  # before the content, by role
-    end: dict[str, str]  # after it
+    end: dict[str, str]  # after the content, by role
     trims: bool
     drops_reasoning: bool
-    prompts: bool  # whether it reads add_generation_prompt
+    prompts: bool  # whether the template reads add_generation_prompt
     marks: bool
 
     def template(self) -> str:
-        """Returns it in Jinja."""
+        """Returns the template in Jinja."""
         said = "{{ text + end }}"
         said = f"{{% generation %}}{said}{{% endgeneration %}}" if self.marks else said
         content = "message.content.split('</think>')[-1]" if self.drops_reasoning else "message.content"
@@ -54,11 +54,11 @@ class Style(NamedTuple):
         )
 
     def oracle(self, messages: list[dict[str, str]]) -> list[tuple[str, bool]]:
-        """Returns the text in parts, each with whether it is learnt."""
+        """Returns the rendered text in parts, each with whether it is trained."""
         parts, before = [(self.start, False)], False
         for i, message in enumerate(messages):
             role, text, last = message["role"], message["content"], i + 1 == len(messages)
-            # Generation also sees the reasoning of a turn directly before.
+            # During generation, the reasoning of the turn directly before is still visible.
             unlike, before = before, role == "assistant" and self.drops_reasoning and "</think>" in text
             dropped = before and not last
             text = text.split("</think>")[-1] if dropped else text
@@ -91,7 +91,7 @@ def random_messages(draw: random.Random) -> list[dict[str, str]]:
 
 
 def by_characters(tokenizer: Tokenizer, ids: np.ndarray, learnt: str) -> list[bool]:
-    """Returns, token by token, whether one of its characters is learnt: `learnt` has 1 or 0 for each byte."""
+    """Returns for each token whether one of its characters is trained. `learnt` has 1 or 0 for each byte."""
     assert tokenizer.bytes_per_token is not None
     mask, at = [], 0
     for i in ids.tolist():
@@ -123,7 +123,7 @@ def test_random_templates(seed: int, tokenizers: list[Tokenizer]):
             wanted = by_characters(tokenizer, encoded.ids, learnt)
             if not isinstance(tokenizer, ByteTokenizer):
                 assert encoded.within(found.learnt).tolist() == wanted, (style, messages)
-            else:  # all bytes of a character stand for it
+            else:  # all bytes of a character have the character's flag
                 assert encoded.within(found.learnt).tolist() == wanted
 
 
@@ -172,7 +172,7 @@ def test_dropped_reasoning_is_found_if_the_template_says_what_is_learnt():
         "{% endgeneration %}{{ '\\n' }}",
     )
     said, differing, _ = learnt_of(template)
-    assert said == ["Hi<|im_end|>", "Yo<|im_end|>", "And?<|im_end|>", "OK<|im_end|>"]  # as it says, of every role
+    assert said == ["Hi<|im_end|>", "Yo<|im_end|>", "And?<|im_end|>", "OK<|im_end|>"]  # the marked parts, of every role
     assert len(differing) == 1
 
 

@@ -47,13 +47,14 @@ def test_a_base_is_checked_while_it_is_read(count):
     np.testing.assert_array_equal(read(checked("a/kernel", leaf(VALUES), base, "run")), VALUES)
     with pytest.raises(UserError, match="run: its adapters were trained on a base with other values: a/kernel"):
         read(checked("a/kernel", leaf(VALUES[::-1]), base, "run"))
-    other = checked("b/kernel", leaf(VALUES[::-1]), base, "run")  # which the base does not have
+    other = checked("b/kernel", leaf(VALUES[::-1]), base, "run")  # not in the base
     assert read(other)[whole(VALUES.shape)].shape == VALUES.shape
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_base_of_float32_may_be_read_from_a_copy_of_two_bytes(dtype):
-    """In bfloat16 it is compared with the rounded values; float16 has other ones, so it is compared exactly."""
+    """A bfloat16 copy is compared with the rounded base. float16 rounds differently, so a float16 copy is compared
+    exactly."""
     base = Base("/base", digests({("kernel",): jax.numpy.asarray(VALUES.astype("float16").astype(np.float32))}))
     copy = VALUES.astype("float16").astype(jnp.dtype(dtype))
     found = checked("kernel", Leaf(copy.shape, copy.dtype, [lambda: copy]), base, "run").parts[0]()
@@ -61,7 +62,8 @@ def test_a_base_of_float32_may_be_read_from_a_copy_of_two_bytes(dtype):
 
 
 def test_the_state_of_islands_around_a_base_comes_back():
-    """The base has no outer momentum: with the base in its place, the next synchronization would move the base."""
+    """The base has no outer momentum: if the base were restored in the momentum's place, the next synchronization would
+    move the base."""
     base = jnp.asarray(VALUES)
     params = {"kernel": base, "lora": base[0] + 1}
     momentum = {"kernel": jnp.zeros_like(base), "lora": base[0] + 2}

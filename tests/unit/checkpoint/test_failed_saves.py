@@ -23,7 +23,7 @@ from trainer.config.errors import UserError
 
 @pytest.fixture(scope="module")
 def failed(tmp_path_factory):
-    """Returns a folder and the output of a process that ended after the saves in it failed."""
+    """Returns a folder, and the finished process whose saves in it failed."""
     folder = tmp_path_factory.mktemp("failed")
     program = """
         import resource, signal, sys
@@ -162,7 +162,7 @@ def test_of_several_processes_the_one_whose_save_fails_raises_what_failed(tmp_pa
 
 
 def test_a_process_that_lost_another_in_a_save_does_not_blame_the_disk(tmp_path, monkeypatch):
-    """A TimeoutError is an OSError."""
+    """A TimeoutError is an OSError, but not a disk error."""
     with CheckpointManager(tmp_path, settings(), say=print) as manager:
         monkeypatch.setattr(jax, "process_count", lambda: 2)
         manager._ending = Future()
@@ -225,7 +225,8 @@ def test_a_folder_that_cannot_be_read_is_not_told_as_one_that_cannot_be_written(
 
 @pytest.mark.parametrize("error", [None, ValueError("No ArrayMetadata found"), FileNotFoundError(errno.ENOENT, "gone")])
 def test_a_run_folder_that_is_renamed_is_said_to_be(tmp_path, error):
-    """None: it is renamed between two saves. Otherwise during a save, which fails with an error of Orbax."""
+    """With error=None, the folder is renamed between two saves. Otherwise it is renamed during a save, which fails with
+    an error of Orbax."""
     run = tmp_path / "run"
     with CheckpointManager(run, settings(), say=print) as manager:
         manager.save(1, small_tree(), SIDECAR, {})

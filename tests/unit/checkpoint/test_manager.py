@@ -33,7 +33,7 @@ def random_like(tree, seed):
 
 @pytest.mark.parametrize("index", range(len(OPTIMIZERS)), ids=list(OPTIMIZERS))
 def test_every_optimizers_state_comes_back(index, tmp_path):
-    """Saves each in one combination, and restores it into the native state of the next combination."""
+    """Saves each state in one combination, and restores it into the native state of the next combination."""
     one, other = (ALL_COMBINATIONS[(index + i) % len(ALL_COMBINATIONS)] for i in range(2))
     tx = list(OPTIMIZERS.values())[index]
     codec, into = (StateCodec(model_of(tiny_config(c, weight_dtype="bfloat16")), tx) for c in (one, other))
@@ -99,6 +99,10 @@ def test_arrays_may_be_donated_while_they_are_written(tmp_path):
             small_tree()._replace(params={"other": jnp.zeros(2)}),
             "params/other is absent there and float32[2] in",
         ),
+        (
+            small_tree()._replace(opt_state=(*small_tree().opt_state, optax.EmptyState())),
+            "has another optimizer: opt_state/2 is absent there and empty in this run; give",
+        ),
         (small_tree()._replace(step=jnp.zeros((), jnp.uint32)), "step is int32[] there and uint32[] in this run"),
     ],
 )
@@ -121,7 +125,7 @@ def test_a_save_that_never_committed_is_cleared_away(tmp_path):
     assert newest(tmp_path / "nothing") is None
 
 
-def test_other_things_may_lie_sidecar_checkpoints(tmp_path):
+def test_other_files_in_the_folder_of_checkpoints_are_left_alone(tmp_path):
     path = saved(tmp_path)
     (path.parent / "notes.txt").write_text("mine")
     (path.parent / "17").write_text("a file")

@@ -28,7 +28,7 @@ class Manager:
 
 
 class Codec:
-    """A codec whose native state is the state's step."""
+    """A codec whose native state is just the step."""
 
     def unpack(self, state):
         return TrainTree(np.int32(state), {}, (), {})
@@ -61,7 +61,7 @@ SAVED = ["before", ("save", 4, Codec().unpack(4), "sidecar", {"eval_loss": 1.0})
 @pytest.mark.parametrize(
     ("changes", "initial", "due"),
     [
-        # Which numbers of updates from 0 to 10 are due.
+        # The update counts from 0 to 10 at which a save is due.
         ({}, False, [0, 4, 8, 10]),
         ({"save_checkpoint_on_completion": False}, False, [0, 4, 8]),
         ({"checkpoint_period": 5}, False, [0, 5, 10]),
@@ -69,7 +69,7 @@ SAVED = ["before", ("save", 4, Codec().unpack(4), "sidecar", {"eval_loss": 1.0})
         ({"checkpoint_period": 100}, False, [0, 10]),
         ({"checkpoint_period": 100, "save_checkpoint_on_completion": False}, False, [0]),
         ({"checkpoint_period": 1}, False, list(range(11))),
-        ({}, True, []),  # the state that a run begins with, for any number of updates
+        ({}, True, []),  # the initial state, at any update count
         ({"save_checkpoint_on_start": True}, True, list(range(11))),
     ],
 )

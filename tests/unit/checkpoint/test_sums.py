@@ -31,7 +31,7 @@ def folder(tmp_path):
 
 
 def as_processes(fn, count):
-    """Calls fn(process, processes, meet) like several processes."""
+    """Calls fn(process, processes, meet) in `count` threads, each as one of `count` processes."""
     barrier = threading.Barrier(count)
     with ThreadPoolExecutor(count) as pool:
         list(pool.map(lambda i: fn(i, count, lambda place: barrier.wait(60)), range(count)))
@@ -65,14 +65,15 @@ def test_several_processes_make_the_sums_of_one_and_each_reads_its_own_files(fol
 
 
 def test_a_file_without_a_checksum_is_damage(folder):
-    """sums.json that is empty or lacks a file says nothing about it. Nobody reads what a file system adds."""
+    """A file that sums.json lacks cannot be verified. Extra files of a file system are not read, so they need no
+    checksum."""
     whole = summed(folder, 1)
     for name in (
         "commit_success.txt",
         ".DS_Store",
         "Thumbs.db",
         "state/.nfs0001",
-    ):  # the first one by Orbax, in a bucket
+    ):  # the first one is written by Orbax, in a bucket
         (folder / name).write_text("")
     sums.verify(folder)
     for kept in ({}, *({name: it for name, it in whole.items() if name != left} for left in whole)):

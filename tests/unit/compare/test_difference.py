@@ -85,7 +85,7 @@ def test_a_number_that_a_stack_has_once_is_compared_as_it_is():
 
 
 def test_an_axis_that_is_longer_than_the_stack_is_compared_whole():
-    """Such as four islands of a model with two layers."""
+    """For example, four islands of a model with two layers."""
     left, right = np.zeros((4, 3)), np.zeros((4, 3))
     right[3] = 1
     (found,) = differences({"x": left}, {"x": right}, BITS, lambda name: range(2))

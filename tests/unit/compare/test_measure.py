@@ -24,7 +24,7 @@ def program(combination, **keys):
 
 
 def trained(program, updates=5):
-    """Returns a state with distinct leaves, like after `updates` updates."""
+    """Returns a random state, like one after `updates` updates."""
     rng = np.random.default_rng(0)
     run = program.run
     tree = jax.tree.map(lambda x: rng.integers(1, 9, x.shape).astype(x.dtype), run.codec.unpack(run.abstract_state))

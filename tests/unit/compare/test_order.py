@@ -1,4 +1,4 @@
-"""Comparisons of a program whose tokens are reordered with one that has whole rows."""
+"""Compares a program whose tokens are reordered with one whose rows are not split."""
 
 import json
 
@@ -12,8 +12,8 @@ def words(record):
 
 
 def test_activations_of_each_token_and_gradients_are_equal(capsys, monkeypatch, tmp_path):
-    """The left side, with modules of multi-token prediction, is a record."""
-    monkeypatch.setattr(programs, "MEASURES", programs.MEASURES[:3])  # equal gradients are an equal update
+    """The left side is a record. Both sides have modules of multi-token prediction."""
+    monkeypatch.setattr(programs, "MEASURES", programs.MEASURES[:3])  # equal gradients imply an equal update
     record = tmp_path / "whole.safetensors"
     assert parity(capsys, f"record={record}", "arrays=true", mtp_num_layers=1)[0] == 0
     code, out, err = parity(capsys, *words(record), mtp_num_layers=1)

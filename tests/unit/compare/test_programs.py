@@ -1,4 +1,4 @@
-"""Programs against each other: what is equal to itself, and that each side's own program is measured."""
+"""Comparisons of programs: a program equals itself, and each side is measured with its own program."""
 
 import jax
 import pytest
@@ -13,7 +13,8 @@ from trainer.config.sides import Side
 
 
 def compared(measures, left, **rights):
-    """The comparisons of sides, given by the keys in which they differ from a tiny model, with the side `left`."""
+    """Returns the comparisons of `rights` with `left`. Each side is given by the keys in which it differs from a tiny
+    model."""
     small = {"base_num_decoder_layers": 1, "opt_type": "sgd", "gradient_clipping_threshold": 0}
     sides = [Side(name, (), load(arguments("nnx", **small | keys))) for name, keys in {"left": left, **rights}.items()]
     with pytest.MonkeyPatch.context() as patch:
@@ -22,7 +23,7 @@ def compared(measures, left, **rights):
 
 
 def test_a_program_equals_itself():
-    """In all but the update, which tests/integration/test_parity.py compares."""
+    """Measures all but the update, which tests/integration/test_parity.py compares."""
     with unoptimized():
         (found,) = compared(programs.MEASURES[:3], {}, same={})
     assert found.bits

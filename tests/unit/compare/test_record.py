@@ -1,4 +1,4 @@
-"""What a record says of the recorded side."""
+"""What a record stores about the recorded side."""
 
 from types import SimpleNamespace
 
@@ -13,7 +13,7 @@ from trainer.config.sides import Side
 
 @pytest.mark.parametrize("given", [{}, {"dtype": "auto"}, {"dtype": "float32"}])
 def test_the_dtype_is_the_one_that_was_computed_with(given, tmp_path):
-    """On another platform, `auto` may be another one."""
+    """On another platform, `auto` may select another dtype."""
     config = load(arguments("nnx", **given))
     left = SimpleNamespace(config=SimpleNamespace(dtype="bfloat16"), rows=1, microbatch=1, head={}, axes={}, batch={})
     left.snapshot = Snapshot({}, None)
@@ -24,6 +24,6 @@ def test_the_dtype_is_the_one_that_was_computed_with(given, tmp_path):
 
 
 def test_a_default_that_a_yml_of_maxtext_changes_is_given():
-    """MaxText's defaults are no words of the command."""
+    """MaxText's defaults are not on the command line."""
     loaded = SimpleNamespace(config=load(["base.yml", "learning_rate=0.5"]).config, changed={"steps": "command line"})
     assert _given(loaded) == {"learning_rate", "steps"}

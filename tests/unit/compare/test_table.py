@@ -83,6 +83,6 @@ def test_the_verdict_names_the_first_difference_within_the_tolerance_and_the_fir
 
 def test_a_block_that_sows_nothing_gets_a_hint():
     text = table(report(Comparison("linen", [layer("output", equal=False)])))
-    assert "layer 0 sows only its output; docs/guides/parity.md says how to narrow the place down" in text
+    assert "layer 0 sows only its output; docs/guides/parity.md describes how to look inside" in text
     for other in (layer("attention_output", "output", equal=False), Quantity("parameters", [apart("a")])):
         assert "sows" not in table(report(Comparison("linen", [other, layer("output")])))

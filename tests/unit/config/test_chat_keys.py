@@ -1,4 +1,4 @@
-"""Keys of supervised fine-tuning: defaults of the command, warnings, and code that a folder names."""
+"""Keys of supervised fine-tuning: defaults of the command, warnings, and a function that the yml of a folder names."""
 
 import pytest
 

@@ -71,9 +71,12 @@ MMAP = "dataset_type=grain grain_train_files=x grain_file_type=mmap"
         ),
         ("ici_diloco_parallelism=2", "only DiLoCo uses the mesh axis diloco; set enable_diloco=true"),
         ("dcn_diloco_parallelism=2", "only DiLoCo uses the mesh axis diloco"),
-        ("enable_diloco=true ema_decay=0.9", "export use the outer parameters, an average of islands; set ema_decay=0"),
+        (
+            "enable_diloco=true ema_decay=0.9",
+            "export use the outer parameters, an average over islands; set ema_decay=0",
+        ),
         ("enable_diloco=true logical_axis_rules=[[embed,diloco]]", "the rule of embed names the mesh axis diloco"),
-        ("enable_streaming_diloco=true", "streaming is a kind of DiLoCo; set enable_diloco=true too"),
+        ("enable_streaming_diloco=true", "streaming requires DiLoCo; set enable_diloco=true, too"),
         (
             "enable_diloco=true enable_streaming_diloco=true base_num_decoder_layers=3 num_diloco_fragments=5",
             "3 layers can be divided into at most 4 fragments: one for each layer, and one for the parameters outside",
@@ -85,7 +88,7 @@ MMAP = "dataset_type=grain grain_train_files=x grain_file_type=mmap"
         (
             "enable_diloco=true enable_streaming_diloco=true diloco_sync_period=11 num_diloco_fragments=3 "
             "num_communication_overlapping_steps=3",
-            r"3 fragments in 11 steps can be 11 // 3 = 3 steps apart, so num_.*_steps must be less than 3",
+            r"3 fragments in 11 steps can be only 11 // 3 = 3 steps apart, so num_.*_steps must be less than 3",
         ),
         ("enable_diloco=true num_diloco_fragments=0", "num_diloco_fragments=0"),
         ("head_dim=33", "must be even.*nearest: 32 or 34"),
@@ -99,11 +102,14 @@ MMAP = "dataset_type=grain grain_train_files=x grain_file_type=mmap"
             "attention_type=local_sliding",
             r"sliding_window_size=0 \(default\): a sliding window needs at least one token",
         ),
-        ("mlp_activations=[]", "one, or two"),
-        ("mlp_activations=[silu,gelu,linear]", "one, or two"),
+        ("mlp_activations=[]", "one activation, or two"),
+        ("mlp_activations=[silu,gelu,linear]", "one activation, or two"),
         ("mlp_activations=[silo,linear]", "no activation silo; allowed: .*nearest: silu"),
-        ("lr_schedule_type=wsd warmup_steps_fraction=0.6 wsd_decay_steps_fraction=0.5", "warm-up and decay are 1.1"),
-        ("steps=-1", "each is set to follow the other"),
+        (
+            "lr_schedule_type=wsd warmup_steps_fraction=0.6 wsd_decay_steps_fraction=0.5",
+            "warm-up and decay together are 1.1",
+        ),
+        ("steps=-1", "with -1 each follows the other"),
         ("adamw_mask=[ok,'(']", "is not a regular expression"),
         ("trainable_parameters_mask=[+]", "is not a regular expression"),
         (
@@ -223,8 +229,8 @@ def test_neighbours_of_contradictions_pass(words):
         ("dataset_type=stdlib grain_file_type=text", "grain_file_type", "dataset_type is not grain"),
         ("eod_mask_loss=true", "eod_mask_loss", "neither mmap nor mmap_npy"),
         (f"{MMAP} mmap_npy_split=9,1", "mmap_npy_split", "grain_file_type is not mmap_npy"),
-        (f"{MMAP} tokenize_train_data=false", "tokenize_train_data", "hold token ids"),
-        (f"{MMAP} grain_packing_type=first_fit", "grain_packing_type", "hold token ids"),
+        (f"{MMAP} tokenize_train_data=false", "tokenize_train_data", "contain token ids"),
+        (f"{MMAP} grain_packing_type=first_fit", "grain_packing_type", "contain token ids"),
         (f"{MMAP} reset_attention_mask=false mmap_eod_id=1", "mmap_eod_id", "eod_mask_loss=false"),
         (
             f"{MMAP} reset_attention_mask=false packing_max_segments_per_sample=9",
@@ -248,7 +254,7 @@ def test_neighbours_of_contradictions_pass(words):
         ),
         ("dataset_type=synthetic enable_data_shuffling=false", "enable_data_shuffling", "synthetic"),
         ("enable_data_shuffling=false data_shuffle_seed=1", "data_shuffle_seed", "enable_data_shuffling"),
-        ("override_model_config=true", "override_model_config", "the command line always wins"),
+        ("override_model_config=true", "override_model_config", "the command line always overrides"),
         ("remat_policy=minimal context=device", "context", "remat_policy is not custom"),
         ("decoder_layer_input=offload", "decoder_layer_input", "remat_policy is not custom"),
         ("remat_policy=custom mlpwi=device", "mlpwi", "mlpwi_0 and mlpwi_1"),

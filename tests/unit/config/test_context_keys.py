@@ -1,5 +1,5 @@
 """The keys of context parallelism: checks before and after the devices are known, the kernels of each strategy, keys
-without effect, MaxText's command."""
+without effect, and MaxText's command."""
 
 import re
 
@@ -36,7 +36,7 @@ ROUNDING = "quantization=int8 bwd_stochastic_rounding=uniform"
 ACCEPTANCE = "mtp_num_layers=1 mtp_eval_target_module=1"
 EXPERTS = "decoder_block=mixtral num_experts=4 num_experts_per_tok=2 base_moe_mlp_dim=64 capacity_factor=1"
 SWAP = ("dual_chunk_swap", 4)
-# Line 9 of MaxText's command lines in the reference, and what its users add.
+# A MaxText command line with context parallelism, with additions of MaxText's users.
 MAXTEXT = (
     "python3 -m maxtext.trainers.pre_train.train base.yml run_name=r dataset_type=synthetic model_name=llama2-7b "
     "ici_context_parallelism=4 ici_fsdp_parallelism=-1 context_parallel_strategy=all_gather packing=false "
@@ -57,7 +57,7 @@ def mistakes(words: str, platform: str = "cpu", devices: int = 8) -> list[str]:
 def test_these_are_the_keys_of_context_parallelism():
     names = {name for name in schema().keys if re.search("context_(par|usp)", name)}
     assert names == {*KEYS, *SIZES}
-    assert set(KEYS) <= set(LAYOUT)  # a run resumes with any strategy
+    assert set(KEYS) <= set(LAYOUT)  # a run may resume with another strategy
     assert set(KEYS) <= set(step_keys())
     assert set(kernels.STRATEGIES) == set(schema().keys["context_parallel_strategy"].choices)
     assert {context_keys.CHUNKS, "striped", "auto"} == set(schema().keys["context_parallel_reorder_strategy"].choices)
@@ -78,7 +78,7 @@ def test_these_are_the_keys_of_context_parallelism():
         (f"{FOUR}context_parallel_strategy=ulysses base_num_query_heads=8", 4, None),
         (USP, 4, ("dual_chunk_swap", 2)),
         (f"{USP}ici_context_parallelism=1", 2, None),
-        (f"{FOUR}context_parallel_strategy=usp", 4, ("dual_chunk_swap", 4)),  # a ring
+        (f"{FOUR}context_parallel_strategy=usp", 4, ("dual_chunk_swap", 4)),  # inner axis of one device: a ring
     ],
 )  # fmt: skip
 def test_how_rows_are_split_and_ordered(words, count, order):
@@ -96,13 +96,13 @@ def test_how_rows_are_split_and_ordered(words, count, order):
     [
         (
             f"{FOUR}max_target_length=132",
-            r"max_target_length=132 \(command line\): .* parts, 2 x context 4 = 8 chunks of dual_chunk_swap; "
+            r"max_target_length=132 \(command line\): .* parts: 2 x context 4 = 8 chunks of dual_chunk_swap; "
             "nearest: 128 or 136$",
         ),
-        (f"{FOUR}max_target_length=130", "parts, 2 x context 4 = 8 chunks of dual_chunk_swap; nearest: 128 or 136$"),
+        (f"{FOUR}max_target_length=130", "parts: 2 x context 4 = 8 chunks of dual_chunk_swap; nearest: 128 or 136$"),
         (f"{FOUR}max_target_length=3 per_device_batch_size=1", "8 chunks of dual_chunk_swap; nearest: 8$"),
         (f"{FOUR}max_target_length=130 {IN_ORDER}", "context 4 by the rule of activation.*; nearest: 128 or 132$"),
-        (f"{FOUR}max_target_length=130 context_parallel_reorder_strategy=striped", "parts, context 4 by the "
+        (f"{FOUR}max_target_length=130 context_parallel_reorder_strategy=striped", "parts: context 4 by the "
             "rule of .*; nearest: 128 or 132$"),
         (
             f"{FOUR}max_target_length=132 context_parallel_strategy=ulysses base_num_query_heads=8 "
@@ -131,11 +131,11 @@ def test_how_rows_are_split_and_ordered(words, count, order):
             r'"ring" .*, ici_context_usp_ulysses_parallelism=2 .*: only the strategy usp uses the mesh axis '
             "context_usp_ulysses; set context_parallel_strategy=usp, or use the axis context$",
         ),
-        (f"{FOUR}{DROPOUT}", rf"dropout_rate=0.1 \(command line\), .* drawn by a token's place .*; set {IN_ORDER}$"),
-        (f"{FOUR}attention_dropout_rate=0.1", f"drawn by a token's place .*; set {IN_ORDER}$"),
-        (f"{FOUR}{ROUNDING}", f'bwd_stochastic_rounding="uniform" .*: rounding draws by .*; set {IN_ORDER}$'),
+        (f"{FOUR}{DROPOUT}", rf"dropout_rate=0.1 \(command line\), .* drawn by a token's position .*; set {IN_ORDER}$"),
+        (f"{FOUR}attention_dropout_rate=0.1", f"drawn by a token's position .*; set {IN_ORDER}$"),
+        (f"{FOUR}{ROUNDING}", f'bwd_stochastic_rounding="uniform" .*: rounding is drawn by .*; set {IN_ORDER}$'),
         (f"{FOUR}{ACCEPTANCE}", f"mtp_eval_target_module=1 .*: the acceptance rate compares .*; set {IN_ORDER}$"),
-        (f"{FOUR}{OWN}", f"a block of your own may mix tokens .*; set {IN_ORDER}$"),
+        (f"{FOUR}{OWN}", f"a custom block may mix tokens .*; set {IN_ORDER}$"),
         (f"{FOUR}{EXPERTS} sparse_matmul=false", "are dropped depends on the whole row; set sparse_matmul=true$"),
         (f"{FOUR}batch_invariant=true", r"parallelism=4 \(command line\): each device must have whole rows"),
         (
@@ -149,7 +149,7 @@ def test_how_rows_are_split_and_ordered(words, count, order):
             r"the rule of activation_kv_length must be \[context,context_usp_ulysses\]; the rules of activation_heads "
             "and activation_kv_heads must be the same where rows .*; leave it out$",
         ),
-        (  # of which usp takes the last axis for the inner one
+        (  # usp uses the last axis of the rule as the inner one
             f"{USP}ici_context_usp_ulysses_parallelism=1 logical_axis_rules=[[activation_q_length,context]]",
             r"the rule of activation_q_length must be \[context,context_usp_ulysses\] where rows .*; leave it out$",
         ),
@@ -163,7 +163,7 @@ def test_what_is_wrong_without_devices(words, message):
 
 
 def test_a_family_with_a_recurrent_state_is_refused(monkeypatch):
-    """Also with the tokens in order."""
+    """Even if the tokens are not reordered."""
     facts = Facts("nowhere:FAMILY", recurrent=True)
     monkeypatch.setattr(context_keys, "facts_of", lambda config: facts)
     with pytest.raises(UserError, match=r'decoder_block="llama2" .*: its blocks have a recurrent state'):
@@ -179,7 +179,7 @@ def test_a_family_with_a_recurrent_state_is_refused(monkeypatch):
         f"{FOUR}{EXPERTS} sparse_matmul=true",
         f"{FOUR}{DROPOUT} context_parallel_strategy=ulysses base_num_query_heads=8",
         f"{FOUR}context_parallel_strategy=ring context_parallel_reorder_strategy=striped max_target_length=132",
-        f"{FOUR}context_parallel_strategy=ulysses base_num_query_heads=8 base_num_kv_heads=2",  # which are repeated
+        f"{FOUR}context_parallel_strategy=ulysses base_num_query_heads=8 base_num_kv_heads=2",  # which get repeated
         f"{FOUR}ici_tensor_sequence_parallelism=2",
         f"{FOUR}logical_axis_rules=[[activation_q_length,context],[activation_kv_length,context]]",
         f"{FOUR}logical_axis_rules=[[activation_kv_heads,[]]]",  # tensor has one device
@@ -192,12 +192,11 @@ def test_neighbours_of_mistakes_pass(words):
 
 def test_sizes_that_follow_from_the_devices_are_checked_with_them():
     words = f"{BASE}ici_context_parallelism=-1 ici_fsdp_parallelism=1 max_target_length=116 base_emb_dim=190 "
-    in_order = f"reordered tokens have others; set {IN_ORDER}"
     assert mistakes(f"{words}{DROPOUT}") == [
-        "max_target_length=116: a row is cut into equal parts, 2 x context 8 = 16 chunks of dual_chunk_swap; nearest: "
-        "112 or 128",
-        "enable_dropout=true dropout_rate=0.1 attention_dropout_rate=0.0: what is dropped is drawn by a token's place "
-        f"in the row, and {in_order}",
+        "max_target_length=116: a row must divide into equal parts: 2 x context 8 = 16 chunks of dual_chunk_swap; "
+        "nearest: 112 or 128",
+        "enable_dropout=true dropout_rate=0.1 attention_dropout_rate=0.0: dropout is drawn by a token's "
+        f"position in the row, which reordering changes; set {IN_ORDER}",
         "base_emb_dim=190: context 8 by the rule of embed does not divide it in token_embedder/embedding [vocab 4096, "
         "embed 190]; nearest: 184 or 192",
     ]
@@ -210,7 +209,7 @@ def test_sizes_that_follow_from_the_devices_are_checked_with_them():
 
 
 def test_the_nearest_values_fit():
-    """Every number in a message is accepted."""
+    """Every number that a message suggests is accepted."""
 
     def wrong(*words: str) -> list[str]:
         try:
@@ -321,7 +320,7 @@ def test_the_start_of_a_run_says_why_there_is_no_kernel():
         (
             f"{USP}ici_context_parallelism=1 context_parallel_reorder_strategy=striped",
             "context_parallel_reorder_strategy",
-            "only over the mesh axis context, which has one",
+            "it applies only to the mesh axis context, which has one",
         ),
     ],
 )
@@ -366,7 +365,7 @@ def test_fewer_rows_than_devices():
 
 
 def test_tiles_of_the_loss_cut_the_tokens_of_a_device():
-    """Two rows, each on four devices: a device has 32 tokens of one, and gathers the whole head for them."""
+    """Two rows, each split over four devices: each device has 32 tokens, and gathers the whole head for them."""
     words = f"{FOUR}per_device_batch_size=0.25 eval_interval=-1 num_vocab_tiling="
     assert resolved(f"{words}32").num_vocab_tiling == 32
     (found,) = mistakes(f"{words}64")

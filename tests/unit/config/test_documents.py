@@ -1,4 +1,4 @@
-"""How many documents the rows of a configuration hold at most."""
+"""The maximum number of documents in a row, for a configuration."""
 
 import pytest
 
@@ -29,8 +29,8 @@ PAIRS = (
         ("dataset_type=synthetic", 4),
         ("dataset_type=synthetic packing=false", 1),
         (MMAP, None),
-        (f"{MMAP} max_target_length=100 packing_max_segments_per_sample=100", None),  # as MaxText: no threshold
-        (f"{MMAP} max_target_length=100 packing_max_segments_per_sample=10", 10),  # 9 of 11 tokens and one of 1
+        (f"{MMAP} max_target_length=100 packing_max_segments_per_sample=100", None),  # no threshold, like MaxText
+        (f"{MMAP} max_target_length=100 packing_max_segments_per_sample=10", 10),  # nine have 11 tokens, one has 1
         (f"{MMAP} reset_attention_mask=false", 0),
     ],
 )

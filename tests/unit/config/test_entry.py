@@ -60,7 +60,7 @@ def test_bytes_that_are_not_utf8():
     with pytest.raises(UserError) as error:
         command_line(words)
     assert str(error.value) == (
-        "the command line must be UTF-8; these words are not:\n  'run_name=\\xe9t\\xe9'\n  '\\xff'"
+        "the command line must be UTF-8; these arguments are not:\n  'run_name=\\xe9t\\xe9'\n  '\\xff'"
     )
     with pytest.raises(UserError) as error:
         command_line([os.fsdecode(b"\xff" * 60_000)] + words * 200)
@@ -139,7 +139,7 @@ def test_ctrl_c_is_handled_only_while_there_is_something_to_close():
 @pytest.mark.usefixtures("left_to_the_system")
 @pytest.mark.parametrize("command", ["generate", "inspect", "parity", "report", "shardings", "train_compile"])
 def test_ctrl_c_ends_a_command_without_anything_to_close_at_once(command, monkeypatch):
-    """Whatever it does: an exception would be lost in a callback of the garbage collector."""
+    """No matter what the command is doing: an exception would be lost in a callback of the garbage collector."""
     module = importlib.import_module(f"trainer.{command}")
     seen = []
     monkeypatch.setattr(module, "command_line", lambda argv: seen.append(signal.getsignal(signal.SIGINT)) or ["--help"])

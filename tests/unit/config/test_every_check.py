@@ -1,4 +1,4 @@
-"""Every row of every table of checks has a case: settings that it refuses, and that the defaults are not."""
+"""Every row of every table of checks has a case: settings that the row refuses. No row refuses the defaults."""
 
 from collections import defaultdict
 
@@ -45,7 +45,7 @@ def rules(*changed):
     return {"logical_axis_rules": merge_rules(DEFAULTS.logical_axis_rules, changed)}
 
 
-# The settings that the rows of these keys refuse, one for each row, in their order.
+# For each group of keys, the settings that its rows refuse, one for each row, in the order of the rows.
 CASES = {
     **({" ".join(FLAGS): [dict(zip(FLAGS, (False, False, True), strict=True))]} if FLAGS else {}),
     "max_num_checkpoints_to_keep": [{"max_num_checkpoints_to_keep": 0}],
@@ -300,7 +300,7 @@ CASES = {
         for keys in (ICI, DCN)
     },
 }
-# Paths: with a character that no file system takes, and on another machine.
+# Paths: a URL that the key does not support, and a character that no file system allows.
 KINDS = {"dataset": "tfds", "grain": "grain", "hf": "hf"}
 for key in paths_of(Place.LOCAL, Place.DATA):
     kind = {"dataset_type": KINDS.get(key.partition("_")[0], "stdlib"), "use_sft": True} | TAUGHT
@@ -315,7 +315,7 @@ CASES["hf_data_dir"].insert(0, {"dataset_type": "hf", "hf_data_dir": "gs://a"})
 
 ROWS = defaultdict(list)
 for row in CHECKS:
-    if row[0]:  # that of the flags has none when they are gone
+    if row[0]:  # once the flags are removed, their row has no keys
         ROWS[" ".join(row[0])].append(row[1])
 
 

@@ -1,4 +1,4 @@
-"""Every row of every table of keys without effect has a case: settings under which it says something else."""
+"""Every row of every table of keys without effect has a case: settings that change the row's result."""
 
 import pytest
 
@@ -21,7 +21,7 @@ NO_MASKS = {"weight_sparsity_start_step": 10, "steps": 5}
 CUSTOM = {"remat_policy": "custom"}
 OFF = {"enable_checkpointing": False}
 
-# By the reason of a row and, where several rows have it, by the first key of the row.
+# Settings that change a row's result, by the row's reason.
 CASES = {
     "supervise=false": {"supervise": True},
     "remat_policy is not custom": CUSTOM,
@@ -30,11 +30,11 @@ CASES = {
     "routed_bias=false": {"routed_bias": True},
     "there are no groups": {"n_routing_groups": 2},
     "attention_type is not mla": MLA,
-    "attention_type=mla has qk_nope_head_dim, qk_rope_head_dim and v_head_dim": MLA,
-    "it needs attention_type=mla and yarn": MLA | {"rope_type": "yarn"},
+    "attention_type=mla reads qk_nope_head_dim, qk_rope_head_dim and v_head_dim": MLA,
+    "it needs attention_type=mla and rope_type=yarn": MLA | {"rope_type": "yarn"},
     "attention_type=mla always rotates adjacent pairs": MLA,
     "sparse_matmul=true drops no token": {"sparse_matmul": False},
-    "this family has one way to weight a token's experts": MOE,
+    "this family has only one way to weight a token's experts": MOE,
     "every layer of this family has experts, whose tensors are moe_mlp*": MOE,
     "with expert parallelism, the backward pass computes these tensors again": MOE | {"ici_expert_parallelism": 2},
     "only expert parallelism with sparse_matmul=true has buffers": MOE,
@@ -76,7 +76,7 @@ CASES = {
     "profiler is empty": {"profiler": "xplane"},
     "dump_hlo=false": {"dump_hlo": True},
     "the strategy has no top k": {"decode_sampling_strategy": "topk"},
-    "no nucleus": {"decode_sampling_strategy": "nucleus"},
+    "the strategy has no nucleus": {"decode_sampling_strategy": "nucleus"},
     "decode_sampling_strategy=greedy": {"decode_sampling_strategy": "greedy"},
     "use_chunked_prefill=false": {"use_chunked_prefill": True},
     "enable_prefix_caching=false": {"enable_prefix_caching": True},
@@ -89,20 +89,20 @@ CASES = {
     "distill_rollouts=false": {"distill_rollouts": True},
     "use_grpo=false and eval_tasks is empty": RL,
     "rollouts are packed": RL,
-    "num_batches x rl_num_iterations updates are made": RL | {"num_batches": 2},
-    "each round has prompts of its own": RL,
+    "a run has num_batches x rl_num_iterations updates": RL | {"num_batches": 2},
+    "each round has its own prompts": RL,
     "prompts are held in memory": RL,
     **{f"dataset_type is not {kind}": {"dataset_type": kind} for kind in ("tfds", "grain", "hf")},
     "dataset_type is neither tfds nor hf": {"dataset_type": "hf"},
     "dataset_type has its own files": {"dataset_type": "hf"},
     "grain_file_type=text has no columns": {"dataset_type": "grain", "grain_file_type": "text"},
     "grain_file_type is neither mmap nor mmap_npy": MMAP,
-    "mmap files hold token ids, which are cut into rows as they are": MMAP,
+    "mmap files contain token ids, which are cut into rows unchanged": MMAP,
     "grain_file_type is not mmap_npy": MMAP | {"grain_file_type": "mmap_npy"},
     "reset_attention_mask=false and eod_mask_loss=false": {"reset_attention_mask": False, "eod_mask_loss": False},
     "reset_attention_mask=false": {"reset_attention_mask": False},
     "mmap_npy_split divides the documents": MMAP | {"grain_file_type": "mmap_npy", "mmap_npy_split": "9,1"},
-    "mmap files hold token ids, and without a tokenizer_path there is no sample": MMAP,
+    "mmap files contain token ids, and without a tokenizer_path there is no sample": MMAP,
     "use_sft=false": {"use_sft": True},
     "formatting_func_path is empty": {"formatting_func_path": "m:f"},
     "use_sft=false and use_chat_template=false": {"use_chat_template": True},
@@ -114,13 +114,13 @@ CASES = {
     "distill_alpha_schedule=constant": {"distill_alpha_schedule": "linear"},
     "distill_temperature_schedule=constant": {"distill_temperature_schedule": "linear"},
     "use_dpo=false": {"use_dpo": True},
-    "dpo_algo=orpo has no reference": {"dpo_algo": "orpo"},
+    "dpo_algo=orpo has no reference model": {"dpo_algo": "orpo"},
     "dpo_algo=dpo has no odds ratio": {"dpo_algo": "orpo"},
-    "rewards are of answers alone": {"use_dpo": True},
+    "rewards are computed from answers only": {"use_dpo": True},
     "dataset_type has its own held-out rows": {"dataset_type": "hf"},
     "no data files are named by URL": {"dataset_type": "grain", "grain_train_files": "gs://a"},
     "nothing is prepared": {"prepared_path": "x"},
-    "dataset_type=synthetic and prepared_path store nothing": {"prepared_path": "x"},
+    "dataset_type=synthetic and prepared_path use no cache": {"prepared_path": "x"},
     "evaluation has its own documents": {"dataset_type": "grain", "grain_eval_files": "a"},
     "there is one column": {"use_sft": True, "train_data_columns": ["a", "b"]},
     "dataset_type=synthetic has no documents": SYNTHETIC,
@@ -139,15 +139,15 @@ CASES = {
     "remat_policy=none": {"remat_policy": "full"},
     "the mesh axes context and context_usp_ulysses have one device": SPLIT,
     "context_parallel_strategy=ulysses gives each device whole rows": {"context_parallel_strategy": "ulysses"},
-    "only over the mesh axis context, which has one device": SPLIT,
+    "it applies only to the mesh axis context, which has one device": SPLIT,
     "context_parallel_load_balance=false": {"context_parallel_load_balance": False},
     "no weights are masked without weight_sparsity_n": {"weight_sparsity_n": 2},
-    "steps is less than weight_sparsity_start_step, so that no masks are made": NO_MASKS,
+    "steps is less than weight_sparsity_start_step, so no masks are made": NO_MASKS,
     "enable_lora=false": {"enable_lora": True},
     "nothing is quantized without lora_weight_qtype": {"lora_weight_qtype": "int8"},
     "the checkpoint is quantized already": STORED,
 }
-# Of a configuration for known devices.
+# Rows that need known devices.
 CASES |= {
     "the attention op is not splash here": {"attention": "splash"},
     "with sa_use_fused_bwd_kernel=true the dkv kernel computes the gradient of queries": {
@@ -195,12 +195,13 @@ def test_every_row_says_something_else_in_its_case():
     ],
 )
 def test_each_condition_of_a_row_counts(key, settings, inert):
-    """The table above has one case for each row, which meets all of its conditions or none."""
+    """The table above has one case for each row, which changes all of the row's conditions together. These cases meet
+    single conditions."""
     assert (no_effect_of(changed(**{"max_num_checkpoints_to_keep": 2} | settings), key) is not None) == inert
 
 
 def test_a_yml_may_repeat_a_value_that_follows_from_others():
-    """The config.yml of a run has it in place of 0 or of an empty text."""
+    """A run's config.yml contains the derived value in place of 0 or an empty text."""
     for rows, lines in ((6, 0), (5, 1)):
         settings = {"per_device_batch_size": 2, "gradient_accumulation_steps": 3, "eval_per_device_batch_size": rows}
         config = changed(**settings, eval_interval=-1)

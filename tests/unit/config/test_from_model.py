@@ -27,7 +27,7 @@ def loaded(words="", defaults=None):
     [("train", {}, 2e-5), ("sft", SFT_DEFAULTS, 2e-5), ("dpo", DPO_DEFAULTS, 5e-7), ("grpo", GRPO, 1e-6)],
 )
 def test_a_run_that_starts_from_a_model_has_its_programs_learning_rate(command, defaults, rate):
-    assert loaded(defaults=defaults).config.learning_rate == 6e-3  # from nothing
+    assert loaded(defaults=defaults).config.learning_rate == 6e-3  # from scratch
     made = loaded(MODEL, defaults)
     assert made.config.learning_rate == rate
     assert made.config.warmup_steps_fraction == 0.1
@@ -47,7 +47,7 @@ def test_everything_that_gives_the_key_wins(tmp_path):
 
 
 def test_a_run_that_continues_from_a_whole_state():
-    """A training from nothing continues with its own learning rate, fine-tuning with that of fine-tuning."""
+    """Training that began from scratch continues with its learning rate, fine-tuning with the fine-tuning rate."""
     assert loaded("load_full_state_path=/runs/a").config.learning_rate == 6e-3
     assert loaded("load_full_state_path=/runs/a", SFT_DEFAULTS).config.learning_rate == 2e-5
 

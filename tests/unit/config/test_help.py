@@ -136,7 +136,7 @@ def test_every_command_answers(module, capsys):
 
 @pytest.mark.parametrize("words", [["--help"], ["base.yml", "--explain", "steps"]])
 def test_the_command_loads_nothing_that_takes_time(words):
-    """So it needs less than half a second of CPU time."""
+    """This keeps the command below half a second of CPU time."""
     code = f"import sys; from trainer.train import main\ntry: main({words!r})\nexcept SystemExit: pass\n"
     code += "sys.exit([name for name in ('jax', 'flax', 'numpy', 'optax', 'orbax') if name in sys.modules] or 0)"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
@@ -201,10 +201,10 @@ def test_a_variable_that_is_almost_one_of_a_key_is_told():
 def test_a_key_given_twice_is_told(capsys):
     with pytest.raises(SystemExit):
         train.main(["steps=3", "lora.lora_rank=1", "learning_rate=1", "steps=x", "learning_rate=1", "lora_rank=2"])
-    said = "warning: {} has no effect: a later word counts, {}".format
+    said = "warning: {} has no effect: a later argument overrides it, {}".format
     lines = [said("steps=3", "steps=x"), said("lora.lora_rank=1", "lora_rank=2")]
     assert capsys.readouterr().err.splitlines()[:2] == lines
-    words = ["steps=3", "student_overrides.steps=1", "teacher_overrides.steps=2"]  # of different models
+    words = ["steps=3", "student_overrides.steps=1", "teacher_overrides.steps=2"]  # keys of different models
     assert command_line(words) == words
     assert not capsys.readouterr().err
 
@@ -220,7 +220,7 @@ def test_the_commands_read_the_environment(monkeypatch, capsys):
 
 def test_what_a_folder_may_say_is_told(capsys):
     asked, path = ["base.yml", "--explain", "vocab_size"], "load_parameters_path=absent"
-    told = "the model at load_parameters_path=absent may say otherwise"
+    told = "the model at load_parameters_path=absent may have another value"
     assert told in answered(capsys, [*asked, path])
     for words in ([], [path, "vocab_size=300"], [path, "model_name=default"]):
         assert told not in answered(capsys, [*asked, *words])

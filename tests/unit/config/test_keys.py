@@ -80,7 +80,7 @@ assert names_code(schema().keys["new_file"], "a")
 
 
 def test_two_edits_make_a_key(tmp_path):
-    """base.yml and a file of its capability; scripts/write_keys.py writes its type."""
+    """The edits are in base.yml and in the file of the key's capability; scripts/write_keys.py then writes the type."""
     copy = tmp_path / "trainer"
     shutil.copytree(ROOT / "src/trainer", copy, ignore=shutil.ignore_patterns("__pycache__"))
     text = (ROOT / "base.yml").read_text().replace("# ---- Checkpoints ", LINES, 1)

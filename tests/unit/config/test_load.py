@@ -9,7 +9,7 @@ from trainer.config.schema import BASE_YML, schema
 
 @pytest.fixture(autouse=True)
 def empty_folder(tmp_path, monkeypatch):
-    """Each test runs in its own folder. write(name, text) writes files into it."""
+    """Each test runs in its own folder, to which `write` writes files."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -69,7 +69,7 @@ def test_the_start_says_which_keys_of_the_preset_were_changed():
     write("my.yml", "base_config: base.yml\nmodel_name: llama2-7b\nremat_policy: minimal\nhead_dim: 128\n")
     words = ["base_num_decoder_layers=4", "vocab_size=32000", "mlp_activations=gelu", "steps=3"]
     notes = load(["my.yml", *words]).notes
-    others = "other defaults than MaxText's apply (docs/from-maxtext.md)"
+    others = "the defaults that apply differ from MaxText's (docs/from-maxtext.md)"
     assert f"{others}; for MaxText's, set base_config: maxtext.yml in my.yml" in notes
     assert [note for note in notes if note.startswith("model_name=")] == [
         "model_name=llama2-7b: base_num_decoder_layers 32 -> 4 (command line)",

@@ -30,7 +30,7 @@ def empty_folder(tmp_path, monkeypatch):
 
 
 def test_no_key_of_base_yml_is_in_the_table():
-    """When base.yml gains a key, the key leaves the table."""
+    """A key that base.yml gains must be removed from the table."""
     assert not set(verdicts.verdicts()) & set(schema().keys)
 
 
@@ -61,7 +61,7 @@ def test_every_group_has_a_verdict_and_says_why():
         assert group["verdict"] in (verdicts.RENAMED, verdicts.NEEDLESS, verdicts.NOT_YET, verdicts.NEVER)
         assert group["why"] == group["why"].strip(" .")
         assert "\n" not in group["why"]
-        # MaxText reads dependents only with one of the keys. A group without keys would accept them for no reason.
+        # MaxText reads dependents only together with one of the group's keys, so each group must have keys.
         assert group["keys"]
         assert set(group) <= {"verdict", "why", "to", "keys", "dependents"}
         assert ("to" in group) == (group["verdict"] == verdicts.RENAMED)
@@ -90,7 +90,7 @@ def test_former_defaults_are_values_of_known_keys():
     assert set(earlier) <= set(keys) | set(verdicts.verdicts())
     for name, rows in earlier.items():
         for value in (value for values in rows.values() for value in values):
-            # YAML reads 1e-5 as text, but 1.0e-5 as a number.
+            # YAML reads 1e-5 as text, so a number must be written as 1.0e-5.
             assert not isinstance(value, str) or name not in keys or keys[name].kind is str, (name, value)
 
 
@@ -158,7 +158,7 @@ def test_another_value_is_an_error_that_says_what_to_use(word, message):
 
 @pytest.mark.parametrize("verdict", [it for it in verdicts.verdicts().values() if it.kind == verdicts.RENAMED])
 def test_what_a_renamed_key_advises_loads(verdict):
-    """Uses a value that an earlier MaxText base.yml gave the old name."""
+    """Uses a value that an earlier MaxText base.yml assigned to the old name."""
     rows = verdicts.table()["earlier"].get(verdict.name, {})
     value = next((value for values in rows.values() for value in values), schema().keys[verdict.to].default)
     reader = Reader(schema())
@@ -247,7 +247,7 @@ def test_names_of_base_yml_are_nearer():
 def test_data_without_dataset_type_is_an_error(words, kind):
     (line,) = mistakes(*words.split(), "steps=100")
     (advice,) = re.findall(f"add (dataset_type={kind}.*), or dataset_type=stdlib", line)
-    load([*words.split(), *advice.split()])  # what the message says leads to no second error
+    load([*words.split(), *advice.split()])  # following the advice leads to no second error
     write("my.yml", "base_config: base.yml\n" + words.split()[0].replace("=", ": '", 1) + "'\n")
     (line,) = mistakes("my.yml")
     assert "(my.yml:2)" in line
@@ -314,14 +314,14 @@ def test_compiling_ahead_needs_no_data(kind):
     assert resolve(config, device_count=256, platform="tpu").max_target_length == 2048
 
 
-# ---- Defaults, if a user of MaxText would expect others
+# ---- Defaults that differ from what a user of MaxText would expect
 
 
 @pytest.mark.parametrize(
     "words", [["model_name=llama2-7b", "dataset_type=synthetic"], ["dataset_type=hf", "hf_path=x"]]
 )
 def test_a_command_that_may_be_of_a_user_of_maxtext_has_one_line_on_defaults(words):
-    others = "other defaults than MaxText's apply (docs/from-maxtext.md)"
+    others = "the defaults that apply differ from MaxText's (docs/from-maxtext.md)"
     assert notes(*words) == [f"{others}; for MaxText's, give maxtext.yml as the first argument"]
     assert notes("dataset_type=synthetic") == []
 

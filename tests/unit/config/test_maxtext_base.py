@@ -37,7 +37,7 @@ def test_their_base_is_recognized_by_what_it_holds(path, tmp_path):
 
 @pytest.mark.parametrize("kind", ["a copy of ours", "a part"])
 def test_a_file_that_is_not_their_base_counts_in_full(kind):
-    """No matter which MaxText keys it gives, its values do not count as defaults."""
+    """Its values do not count as defaults, no matter which MaxText keys it contains."""
     neutral = {name: it.neutral[0] for name, it in verdicts.verdicts().items() if it.neutral and "." not in name}
     theirs = dict(list(neutral.items())[:15]) | {"learning_rate": 3e-5, "base_emb_dim": 2048, "steps": 77}
     ours = {name: key.default for name, key in schema().keys.items()} if kind == "a copy of ours" else {}
@@ -59,7 +59,7 @@ def test_what_a_person_changed_in_their_base_counts():
 
 
 def test_a_key_without_a_value_has_their_default():
-    """In their base.yml, in a child of it, on a command line: wherever MaxText takes null or none."""
+    """In their base.yml, in a child of it, and on a command line: wherever MaxText accepts null or none."""
     write("theirs.yml", their_base())
     write("child.yml", "base_config: theirs.yml\nfinal_logits_soft_cap: ~\nmetrics_file: null\nsteps: 3\n")
     loaded = load(["child.yml", "num_diloco_fragments=", "attn_logits_soft_cap=None", "remat_policy=null"])
@@ -134,7 +134,7 @@ def test_a_path_of_theirs_that_is_not_there_is_the_packed_base(path):
 
 
 def test_a_command_with_their_base_is_converted_to_their_defaults():
-    """Values that the user changed are not dropped without a word."""
+    """Values that the user changed are not silently dropped."""
     write("theirs.yml", their_base())
     made = convert(parse(["python3 -m MaxText.train theirs.yml dataset_type=synthetic"]), TRAIN)
     assert made.runs

@@ -1,4 +1,4 @@
-"""The keys of a pipeline: checks before and after the devices are known, keys without effect, MaxText's command."""
+"""The keys of a pipeline: checks before and after the devices are known, keys without effect, and MaxText's command."""
 
 import re
 
@@ -55,7 +55,7 @@ def mistakes(words: str, devices: int = 8, **slices) -> list[str]:
 def test_these_are_the_keys_of_a_pipeline():
     names = {name for name in schema().keys if re.search("pipeline|per_stage", name)}
     assert names == {*KEYS, *SIZES, "data_pipeline"}
-    assert set(KEYS) <= set(LAYOUT)  # a run resumes with any pipeline
+    assert set(KEYS) <= set(LAYOUT)  # a run may resume with another pipeline
     assert set(KEYS) <= set(step_keys())
 
 
@@ -68,11 +68,14 @@ def test_these_are_the_keys_of_a_pipeline():
         ),
         (f"{TWO}num_pipeline_microbatches=1", "multiple of the 2 stages; nearest: 2$"),
         (f"{FOUR}num_pipeline_microbatches=6", "multiple of the 4 stages; nearest: 4 or 8$"),
-        (f"{TWO}num_pipeline_microbatches=2 {DELAYED}", "2 stages, at least 4, since .* iteration later; nearest: 4$"),
-        (f"{FOUR}num_pipeline_microbatches=9 {DELAYED}", "4 stages, at least 8, since .*; nearest: 8 or 12$"),
+        (
+            f"{TWO}num_pipeline_microbatches=2 {DELAYED}",
+            "2 stages, at least 4, because .* iteration later; nearest: 4$",
+        ),
+        (f"{FOUR}num_pipeline_microbatches=9 {DELAYED}", "4 stages, at least 8, because .*; nearest: 8 or 12$"),
         (
             f"{BASE}pipeline_fsdp_ag_once=true pipeline_fsdp_ag_per_repeat=true",
-            r"pipeline_fsdp_ag_per_repeat=true \(command line\): weights are gathered once, or once for each repeat",
+            r"pipeline_fsdp_ag_per_repeat=true \(command line\): weights are gathered either once, or once for",
         ),
         (
             f"{TWO}enable_diloco=true enable_streaming_diloco=true",
@@ -80,7 +83,7 @@ def test_these_are_the_keys_of_a_pipeline():
         ),
         (
             f"{TWO}batch_invariant=true",
-            r"ici_pipeline_parallelism=2 \(command line\): bits of a pipeline are not proved; use data and fsdp$",
+            r"ici_pipeline_parallelism=2 .*: bitwise equality is not verified for pipelines; use data and fsdp$",
         ),
         (f"{TWO}logical_axis_rules=[[layers,stage]]", "the rule of layers names the mesh axis stage, which separates"),
         (
@@ -112,7 +115,7 @@ def test_sizes_that_follow_from_the_devices_are_checked_with_them():
     )
     assert found[1].startswith(f"{sizes} logical_axis_rules: the rule of embed names the mesh axis stage")
     assert found[2].startswith(f"{sizes} enable_streaming_diloco=true: a fragment")
-    assert found[3].startswith("batch_invariant=true: stage has 4 devices: bits of a pipeline")
+    assert found[3].startswith("batch_invariant=true: stage has 4 devices: bitwise equality")
     assert mistakes(f"{FOUR}dcn_pipeline_parallelism=-1 num_pipeline_microbatches=6", 8, num_slices=2) == [
         f"ici_pipeline_parallelism=2 dcn_pipeline_parallelism=2 num_pipeline_microbatches=6 {delayed}: must be a "
         "multiple of the 4 stages; nearest: 4 or 8"
@@ -126,7 +129,7 @@ def test_sizes_that_follow_from_the_devices_are_checked_with_them():
         ("per_device_batch_size=2 num_pipeline_microbatches=8", 16, "8 x fsdp 4 = 32", "4, or {}=4"),
         ("per_device_batch_size=6 num_pipeline_microbatches=8", 48, "8 x fsdp 4 = 32", "4 or 8, or {}=6 or 12"),
         ("per_device_batch_size=0.5 ici_pipeline_parallelism=8", 4, "8", "1"),
-        (  # the microbatch of an accumulation, not the update
+        (  # the microbatch of a gradient accumulation, not the whole update
             "per_device_batch_size=1 num_pipeline_microbatches=4 gradient_accumulation_steps=2",
             8,
             "4 x fsdp 4 = 16",
@@ -159,7 +162,7 @@ def test_rows_of_a_pipelines_microbatch(words, rows, parts, nearest):
     "words",
     [
         f"{TWO}per_device_batch_size=4 eval_per_device_batch_size=3 num_pipeline_microbatches=4 eval_interval=0",
-        f"{TWO}per_device_batch_size=2 eval_per_device_batch_size=4 num_pipeline_microbatches=4",  # two parts
+        f"{TWO}per_device_batch_size=2 eval_per_device_batch_size=4 num_pipeline_microbatches=4",  # eval in two parts
         f"{TWO}num_pipeline_microbatches=4 {DELAYED}",
         f"{TWO}logical_axis_rules=[[vocab,[stage,tensor]],[activation_batch,[data,fsdp]]]",  # outside of the pipeline
         f"{TWO}enable_diloco=true ici_diloco_parallelism=2",
@@ -173,7 +176,8 @@ def test_neighbours_of_mistakes_pass(words):
 
 @pytest.mark.parametrize("delayed", [False, True])
 def test_the_nearest_values_fit(delayed):
-    """Every number in a message is accepted, and what is accepted has whole rows on every shard."""
+    """Every number that a message suggests is accepted, and every accepted configuration has whole rows on each
+    shard."""
     loaded = load(f"{TWO}eval_interval=0 pipeline_delay_activation_forwarding={delayed}".split()).config
 
     def wrong(**values) -> str:
@@ -203,7 +207,7 @@ def test_the_nearest_values_fit(delayed):
                 refused += 1
                 for line in text.split("\n  ")[1:]:
                     sizes, _, counts = line.partition("nearest: ")[2].partition("or num_pipeline_microbatches=")
-                    if line.startswith("ici_"):  # its numbers are checked without the rows
+                    if line.startswith("ici_"):  # its suggestions do not consider the rows
                         assert all(
                             "must be" not in wrong(**keys | {"num_pipeline_microbatches": int(n)})
                             for n in sizes.split(" or ")
@@ -281,7 +285,7 @@ def test_microbatches_follow_from_the_stages(delayed):
 @pytest.mark.parametrize("late", [1, 2])
 @pytest.mark.parametrize("repeats", [1, 3])
 def test_iterations_and_bubble_are_those_of_the_schedule(repeats, late):
-    """Counts when each stage works on a microbatch that may enter it."""
+    """Computes when each stage works on each microbatch that may enter it."""
     plan = Pipeline(repeats, 4, 2, 8, late)
     begins = {}
     for repeat in range(repeats):
@@ -290,7 +294,7 @@ def test_iterations_and_bubble_are_those_of_the_schedule(repeats, late):
                 begins[repeat, batch, stage] = repeat * 8 + batch + late * stage
                 if (before := (repeat, batch, stage - 1) if stage else (repeat - 1, batch, 3)) in begins:
                     assert begins[repeat, batch, stage] >= begins[before] + late
-    assert len({(when, stage) for (_, _, stage), when in begins.items()}) == len(begins)  # one at a time
+    assert len({(when, stage) for (_, _, stage), when in begins.items()}) == len(begins)  # one microbatch at a time
     assert plan.iterations == max(begins.values()) + 1
     assert plan.bubble == pytest.approx(1 - len(begins) / (4 * plan.iterations))
     assert plan.sizes == (repeats, 4, 2)
@@ -308,5 +312,6 @@ def test_the_command_of_maxtext():
 
 def test_batch_invariant_names_what_is_split():
     stage, tensor = split_on(Config({"batch_invariant": True}), {"data": 2, "stage": 2, "tensor": 2})
-    assert stage == "batch_invariant=true: stage has 2 devices: bits of a pipeline are not proved; use data and fsdp"
+    said = "stage has 2 devices: bitwise equality is not verified for pipelines; use data and fsdp"
+    assert stage == f"batch_invariant=true: {said}"
     assert tensor.startswith("batch_invariant=true: tensor has 2 devices: each device must have whole rows")

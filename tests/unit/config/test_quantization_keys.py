@@ -26,19 +26,25 @@ def loaded(**keys):
         ({"quantization": "fp4"}, "CPU compiler fails on products of fp4"),
         ({"quantization": "fp4_e2m1"}, "CPU compiler fails on products of fp4"),
         ({"quantization": "te_mxfp8"}, "TransformerEngine is not used"),
-        ({"quantization": "te_fp8_delayedscaling"}, "with scales from the values at hand"),
+        ({"quantization": "te_fp8_delayedscaling"}, "with scales computed from the current values"),
         ({"quantization": "serve_fp8_weight"}, "checkpoint_is_quantized=true quantization=fp8"),
         ({"quantization": "nf4"}, "nf4 is for stored weights"),
-        ({"checkpoint_is_quantized": True}, "quantization must say how"),
-        (STORED | {"quantization": "fp8_full"}, "quantization must say how .*int8, int4, fp8"),
+        ({"checkpoint_is_quantized": True}, "quantization must specify how"),
+        (STORED | {"quantization": "fp8_full"}, "quantization must specify how .*int8, int4, fp8"),
         (STORED | {"weight_quantization_calibration_method": "fixed,1"}, "one scale for all layers"),
         (STORED | {"weight_quantization_calibration_method": "minmax", "quantization": "fp8"}, "only int8 and int4"),
         (STORED | {"weight_block_size": [32]}, r"must be \[inputs, outputs\]"),
         (STORED | {"weight_block_size": [0, 1]}, r"must be \[inputs, outputs\]"),
-        (STORED | {"quantize_logits_proj": True, "logits_via_embedding": True}, "table of a tied head"),
+        (STORED | {"quantize_logits_proj": True, "logits_via_embedding": True}, "a tied head is also the table"),
         (STORED | {"weight_quantization_algorithm": "gptq", "quantization": "nf4"}, "evenly spaced"),
-        (STORED | {"weight_quantization_algorithm": "gptq", "weight_block_size": [8, 8]}, "single outputs"),
-        (INT8 | {"quantize_mtp": True}, "quantize_mtp=true .*mtp_num_layers=0 .*there are no such modules"),
+        (
+            STORED | {"weight_quantization_algorithm": "gptq", "weight_block_size": [8, 8]},
+            "separate scales for each output",
+        ),
+        (
+            INT8 | {"quantize_mtp": True},
+            "quantize_mtp=true .*mtp_num_layers=0 .*there are no modules of multi-token prediction",
+        ),
         (
             INT8 | {"bwd_stochastic_rounding": "uniform", "quantize_logits_proj": True},
             "the output head has no random key",
@@ -80,7 +86,7 @@ def test_what_has_no_effect():
 
 
 def test_maxtexts_words_load():
-    """MaxText writes null for no value, and needs a key to use Qwix."""
+    """MaxText writes null for no value, and needs use_qwix_quantization."""
     words = ["use_qwix_quantization=true", "quantization=fp8_full", "drhs_grad_quantization_calibration_method=null"]
     config = load([*arguments(FIRST), *words]).config
     assert config.quantization in RECIPES

@@ -206,8 +206,8 @@ def test_what_is_wrong_within_slices_and_over_them_is_told_at_once():
         (
             "ici_fsdp_parallelism=1 ici_fsdp_transpose_parallelism=4 base_emb_dim=90 mtp_num_layers=1",
             4,
-            "base_emb_dim=90: fsdp_transpose 4 by the rule of mlp does not divide it in the projection of a module of "
-            "multi-token prediction [embed 180, mlp 90]; nearest: 88 or 92",
+            "base_emb_dim=90: fsdp_transpose 4 by the rule of mlp does not divide it in the projection of a "
+            "multi-token prediction module [embed 180, mlp 90]; nearest: 88 or 92",
         ),
     ],
 )
@@ -269,7 +269,8 @@ def test_rows_of_a_batch(words, devices, rows):
 
 
 def test_an_evaluation_reads_the_same_rows_however_an_update_is_split():
-    """As many as an update, or what its own key says; in parts no larger than a microbatch, if they fit evenly."""
+    """An evaluation has as many rows as an update, or as many as its own key sets. Its parts are no larger than a
+    microbatch, if the rows can be divided evenly."""
     for rows, parts in ((8, 1), (4, 2), (2, 4), (1, 8)):
         config = resolved(f"per_device_batch_size={rows} gradient_accumulation_steps={parts}", 2)
         assert (eval_batch_rows(config), eval_parts(config)) == (16, parts)
@@ -300,12 +301,12 @@ def test_an_evaluation_reads_the_same_rows_however_an_update_is_split():
 @pytest.mark.parametrize("devices", [1, 8])
 def test_a_dump_loads_back_to_the_same_configuration(words, devices, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    # Uses the axis data, which shards no width, because base.yml's widths may have any value.
+    # Uses the axis data, which does not shard any width, because base.yml may set any widths.
     words = ["ici_data_parallelism=-1", "ici_fsdp_parallelism=1", *words]
     config = resolve(load(words).config, device_count=devices, platform="cpu")
     (tmp_path / "config.yml").write_text(to_yaml(config), encoding="utf-8")
     again = load(["config.yml"])
-    # One line per key, except run_name and the keys of processes, and base_config.
+    # One line per key, without run_name and the keys of processes and supervision, and one for base_config.
     assert to_yaml(config).count("\n") == len(config) - len(PROCESSES) - len(SUPERVISION)
     assert resolve(again.config, device_count=devices, platform="cpu") == config
     assert to_yaml(again.config) == to_yaml(config)
@@ -329,12 +330,12 @@ def test_hardware_is_the_devices(hardware, platform):
 
 
 def test_other_hardware_is_an_error():
-    with pytest.raises(UserError, match="hardware=tpu: the devices are cpu; leave it out, JAX_PLATFORMS selects"):
+    with pytest.raises(UserError, match="hardware=tpu: the devices are cpu; leave it out; JAX_PLATFORMS selects"):
         resolve(load(["hardware=tpu"]).config, device_count=1, platform="cpu")
 
 
 def test_a_resolved_configuration_equals_one_that_is_made_from_its_keys():
-    """JAX looks up traces by configuration."""
+    """JAX uses the configuration as a key when it looks up traces."""
     resolved = resolve(load(["base.yml", "dataset_type=synthetic"]).config, device_count=1, platform="cpu")
     again = Config({**resolved})
     assert (again, hash(again)) == (resolved, hash(resolved))

@@ -27,7 +27,8 @@ from trainer.config.schema import schema
 
 LENGTH, AROUND = keys_of(Resume.LENGTH), keys_of(Resume.AROUND)
 
-# Gives dataset_type, without which a key that names other data is an error, and modules, which evaluation may name.
+# dataset_type is set because keys for other data are errors without it, and mtp_num_layers because evaluation may name
+# a module.
 BASE = (
     "dataset_type=stdlib mtp_num_layers=2 steps=20 per_device_batch_size=8 eval_interval=5 "
     "logical_axis_rules=[[norm,[]]] " + " ".join(f"{flag}={value}" for flag, value in pinned("nnx").items())
@@ -87,7 +88,7 @@ def test_each_key_is_in_one_row_and_there_are_no_others():
 
 
 def test_the_list_is_this_one():
-    """So that no key leaves or enters the list by accident."""
+    """Written out, so that no key leaves or enters the list by accident."""
     assert set(BATCH) == {"per_device_batch_size", "gradient_accumulation_steps"}
     assert set(LENGTH) == {"steps", "num_epoch", "num_batches", "learning_rate_schedule_steps"}
     assert {*FLAGS, "scan_layers", "logical_axis_rules"} <= set(LAYOUT)
@@ -120,7 +121,7 @@ def test_the_same_configuration_has_nothing_to_say():
     assert check("") == []
 
 
-# For keys whose other value cannot be derived automatically: a value that differs from BASE.
+# A value that differs from BASE, for keys for which `other` cannot derive one.
 OTHERS = {
     "compile_topology": "compile_topology=v5e-8",
     "eval_data_columns": "eval_data_columns=[other]",
@@ -139,7 +140,7 @@ OTHERS = {
 BY_ITSELF = {"run_name", "model_name", "learning_rate_schedule_steps", *FLAGS} | {
     k for k in LAYOUT if k.startswith(("ici_", "dcn_"))
 }
-BY_ITSELF |= {*PROCESSES, *SUPERVISION, "prepared_path"}  # the last one: tests/integration/test_prepare.py
+BY_ITSELF |= {*PROCESSES, *SUPERVISION, "prepared_path"}  # prepared_path: see tests/integration/test_prepare.py
 
 
 def other(name):
@@ -184,7 +185,7 @@ def test_all_other_differences_are_one_error(words, lines):
 
 def test_every_other_key_is_compared():
     now = saved()
-    for name in set(schema().keys) - MAY_CHANGE - {"enable_dropout"}:  # it counts with a rate
+    for name in set(schema().keys) - MAY_CHANGE - {"enable_dropout"}:  # has an effect only with a rate
         before = now | {name: "something else"}
         with pytest.raises(UserError, match=rf'{name}: "something else" -> '):
             check_resume(before, config(), False, "there")

@@ -13,7 +13,7 @@ FIXED = {"act_quantization_calibration_method": "fixed,-1,1"}
 
 
 def warned(**keys):
-    """Returns the first words of the warnings that rollouts and updates differ."""
+    """Returns the beginning of each warning that rollouts and updates differ."""
     lines = load(arguments(ALL_COMBINATIONS[0], **(GRPO | keys))).warnings
     return [line.split(":")[0] for line in lines if "differ from those of the rollouts" in line]
 
@@ -24,7 +24,7 @@ def warned(**keys):
         ({}, []),
         (EXPERTS, []),
         (DROPS, ["sparse_matmul=false capacity_factor=1.5"]),
-        (DROPS | {"capacity_factor": 2.0}, []),  # an expert takes all tokens of a row
+        (DROPS | {"capacity_factor": 2.0}, []),  # an expert has capacity for all tokens of a row
         (DROPS | {"capacity_factor": -1.0}, []),
         (DROPS | {"use_grpo": False}, []),
         ({"dropout_rate": 0.1}, ["enable_dropout=true dropout_rate=0.1 attention_dropout_rate=0.0"]),
@@ -55,14 +55,14 @@ def test_settings_that_make_updates_another_function_than_rollouts_are_said(keys
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"decode_sampling_temperature": 0}, "completions must be drawn"),
+        ({"decode_sampling_temperature": 0}, "completions must be sampled"),
         ({"train_data_columns": "[prompt,prompts]"}, "prompts is the name of another argument"),
         ({"reward_functions": "[m]"}, "not the path of a function"),
-        ({"steps": 5, "rl_num_iterations": 2}, "within the 2 updates of one; nearest: 4 or 6"),
-        ({"checkpoint_period": 3, "num_batches": 2, "rl_num_iterations": 2}, "of one; nearest: 2 or 4"),
+        ({"steps": 5, "rl_num_iterations": 2}, "which have 2 updates each; nearest: 4 or 6"),
+        ({"checkpoint_period": 3, "num_batches": 2, "rl_num_iterations": 2}, "updates each; nearest: 2 or 4"),
     ],
 )
 def test_refused(keys, message):
-    """Each row of the table has a case in test_every_check.py; these are the others."""
+    """Cases in addition to those of test_every_check.py, which has one for each row of the table."""
     with pytest.raises(UserError, match=message):
         warned(**keys)

@@ -82,7 +82,7 @@ def test_ranges(interval, inside, outside):
         ("x: 3  # in [0, 1]", "is not allowed"),
         ("x: []", "a list needs a comment"),
         ("x: []  # list of cats", "none of the forms"),
-        ("x:", "no type"),
+        ("x:", "the type of the default"),
         ("x: true  # one of true", "a choice needs text or a number"),
         ("X y: 1", "cannot read the line"),
     ],

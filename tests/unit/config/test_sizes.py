@@ -26,9 +26,9 @@ HUGE = [
     "-9" + "0" * 50,
 ]
 NUMBERS = [key.name for key in schema().keys.values() if key.kind in (int, float)]
-# Numbers that only Python uses, of any size.
+# Numbers of any size, because only Python uses them.
 UNBOUNDED = {"max_num_checkpoints_to_keep"}
-# Larger than 32 bits: seeds, as in NumPy, and wavelengths, which are floats in the program.
+# Numbers that may exceed 32 bits: seeds, as in NumPy, and wavelengths, which are floats in the program.
 WIDE = {
     "init_weights_seed",
     "data_shuffle_seed",
@@ -55,7 +55,7 @@ def test_every_number_ends_where_the_program_would(name):
         texts += [] if allowed else [text]
     for text in texts:
         read_words(reader := Reader(schema()), [word := f"{name}={text}"], "a word")
-        if not reader.mistakes:  # a check of the whole configuration refuses it
+        if not reader.mistakes:  # only a check of the whole configuration refuses it
             reader.mistakes.append(refused(word))
         assert f"{name}=" in reader.mistakes[0]
         assert len(reader.mistakes[0]) < 1000
@@ -117,7 +117,7 @@ def test_the_scale_of_a_model_takes_no_size_out_of_its_range():
 def test_models_that_exist_are_far_from_the_bounds(name):
     words = ["dataset_type=synthetic", f"model_name={name}", "max_target_length=131072", "per_device_batch_size=1"]
     config = resolve(load(words).config, device_count=256, platform="tpu")
-    assert least_bytes(config) < 256 * 95e9  # it fits the same number of the larger chips
+    assert least_bytes(config) < 256 * 95e9  # it fits on as many chips of 95 GB
     assert MAX_ENTRIES > 256 * 126 * 16384 * 53248
 
 
@@ -129,7 +129,7 @@ def test_the_least_that_training_takes():
     parameters = (least() - hidden) // 12
     assert (
         1_500_000 < parameters < 1_967_040
-    )  # for base.yml's model; values and the second input projection of the MLP are left out
+    )  # least_bytes leaves out values and the second input projection of base.yml's model
     assert least("opt_type=sgd") == 4 * parameters + hidden
     assert least("optimizer_memory_host_offload=true") == 4 * parameters + hidden
     assert least("weight_dtype=bfloat16") == 8 * parameters + hidden

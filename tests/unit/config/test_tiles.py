@@ -60,7 +60,7 @@ def test_devices_that_share_rows_have_queries_of_a_share():
         UserError, match=r"sa_block_kv=384: .* divides max_target_length=2048 / 4 devices = 512; nearest: 256 or 512$"
     ) as raised:
         resolve(load((SIZES + words).split()).config, device_count=4, platform="tpu")
-    assert "sa_block_q=" not in str(raised.value)  # beyond the share, so it is the share
+    assert "sa_block_q=" not in str(raised.value)  # it exceeds a device's share and is reduced to it
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_what_the_kernel_does_not_accept_is_refused_with_the_nearest_sizes(words
 @pytest.mark.parametrize(
     "words",
     [
-        # MaxText's defaults, and the values in its files.
+        # MaxText's defaults, and values from its configuration files.
         " ".join(f"{KEYS[name]}=512" for name in BLOCKS),
         "sa_block_q=2048 sa_block_kv=2048 sa_block_kv_compute=1024",
         "max_target_length=256 sa_block_q=512 sa_block_kv=512 sa_block_kv_compute=512",

@@ -34,7 +34,7 @@ def mistakes(words, devices=1):
             1,
             ["num_vocab_tiling=5: 384 tokens per device in a microbatch are not a multiple of it; nearest: 4 or 6"],
         ),
-        # Two rows on each of four shards of the batch, for any number of microbatches.
+        # Two rows on each of four shards of the batch, in each microbatch.
         (
             f"num_vocab_tiling=9 per_device_batch_size=1 gradient_accumulation_steps=3 {MESH}",
             8,
@@ -45,7 +45,7 @@ def mistakes(words, devices=1):
             1,
             ["num_vocab_tiling=1000: 384 tokens per device in a microbatch are not a multiple of it; nearest: 384"],
         ),
-        # 4 and 3 rows: the suggested numbers divide both batches.
+        # 4 rows in training and 3 in evaluation: the suggested numbers divide both batches.
         (
             "num_vocab_tiling=128 eval_interval=10 eval_per_device_batch_size=3",
             1,
@@ -72,14 +72,14 @@ def test_other_values_are_refused(value):
 @pytest.mark.parametrize(
     ("words", "devices", "tiles"),
     [
-        ("per_device_batch_size=8", 1, 4),  # logits take 1.5 float32 heads; three tiles save just one
-        ("per_device_batch_size=6", 1, 1),  # 1.125 times: only more than nine tiles would save one head
+        ("per_device_batch_size=8", 1, 4),  # logits are as large as 1.5 float32 heads; three tiles save just one
+        ("per_device_batch_size=6", 1, 1),  # 1.125 heads: only more than nine tiles would save one head
         ("per_device_batch_size=32", 1, 12),
         ("per_device_batch_size=32 max_target_length=97", 1, 16),  # a divisor of 32 x 97
         ("per_device_batch_size=1 max_target_length=997", 1, 1),  # a prime number of tokens
         ("per_device_batch_size=32 dtype=float32", 1, 24),
         ("per_device_batch_size=32 eval_interval=10 eval_per_device_batch_size=5", 1, 12),
-        (f"per_device_batch_size=8 {MESH}", 8, 6),  # the same share of logits and head on each device of tensor
+        (f"per_device_batch_size=8 {MESH}", 8, 6),  # tensor shards logits and head alike
     ],
 )
 def test_the_chosen_number(words, devices, tiles):
@@ -93,7 +93,7 @@ def test_the_chosen_number(words, devices, tiles):
 
 
 def test_without_a_divisor_in_the_range_fewer_tiles_are_chosen():
-    """The tokens are 2 x 2 times a prime number: 1,021 tiles are too many, and four tiles save three quarters."""
+    """There are 4 x 1,021 tokens, and 1,021 is prime: 1,021 tiles are too many, and four tiles save three quarters."""
     config, said = resolved("num_vocab_tiling=-1 vocab_size=131072 base_emb_dim=128 max_target_length=1021")
     assert config.num_vocab_tiling == 4
     assert said[0].startswith("num_vocab_tiling=-1: 4 tiles of 1,021 tokens per device")
@@ -109,8 +109,8 @@ def test_the_start_says_what_was_chosen():
     _, said = resolved("num_vocab_tiling=-1 per_device_batch_size=32")
     assert said == [
         "num_vocab_tiling=-1: 12 tiles of 256 tokens per device: logits take 2.10 MB instead of 25.17 MB, "
-        "and the head's gradient 4.19 MB; that covers only head and loss: the step's peak may not shrink, compare with "
-        "trainer.train_compile"
+        "and the head's gradient 4.19 MB; this is only for head and loss: the peak memory of a step may not shrink; "
+        "compare with trainer.train_compile"
     ]
     _, said = resolved("num_vocab_tiling=-1 per_device_batch_size=1")
     assert said == [

@@ -33,7 +33,7 @@ def open_texts(tmp_path: Path):
 
 
 def pairs_of(batch: dict[str, np.ndarray]) -> list[list[int]]:
-    """Returns the pairs of an input and its target that bear loss, sorted."""
+    """Returns the (input, target) pairs that bear loss, sorted."""
     learnt = batch["targets_segmentation"] != 0
     return sorted(np.stack([batch["inputs"][learnt], batch["targets"][learnt]], axis=1).tolist())
 

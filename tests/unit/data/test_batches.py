@@ -7,7 +7,7 @@ from trainer.data.batches import FIELDS, Batch, eval_batches, make_batch, positi
 
 
 class Numbered:
-    """A source whose row i holds i + 1 everywhere."""
+    """A source whose row i contains i + 1 at every position."""
 
     length = 4
 

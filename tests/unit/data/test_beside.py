@@ -1,4 +1,4 @@
-"""What lies beside a tokenizer: special tokens, the beginning of a prompt, templates, the files that a run keeps."""
+"""Files next to a tokenizer: special tokens, the beginning of a prompt, templates, and the files that a run keeps."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ NAMES = ("<|begin|>", "<|end|>", "<|turn|>")
 
 
 def made(folder: Path, config: dict | None = None, *, post_processor: str = "", **files: object) -> Path:
-    """Writes a tokenizer.json with `NAMES`, tokenizer_config.json, and other files, JSON or text, by their stems."""
+    """Writes a tokenizer.json with `NAMES`, `config` as tokenizer_config.json, and each of `files` as NAME.json."""
     import tokenizers
     from tokenizers import processors
 
@@ -38,8 +38,8 @@ def loaded(folder: Path):
     return load_tokenizer(str(folder), "auto", add_bos=True, add_eos=True)
 
 
-# As in transformers 5.24 (`_from_pretrained`): the map is read unless tokenizer_config.json has added_tokens_decoder,
-# and then it decides.
+# As in transformers 5.24 (`_from_pretrained`): special_tokens_map.json overrides tokenizer_config.json, unless the
+# latter has added_tokens_decoder.
 @pytest.mark.parametrize(
     ("config", "special", "end"),
     [
@@ -82,7 +82,7 @@ def test_the_special_tokens_of_a_sentencepiece_model(tmp_path):
     ("config", "processor", "begins"),
     [
         ({"bos_token": NAMES[0], "eos_token": NAMES[1], "tokenizer_class": "A"}, "", False),
-        ({"eos_token": NAMES[1], "tokenizer_class": "A"}, "", False),  # as Qwen's: the end also begins documents
+        ({"eos_token": NAMES[1], "tokenizer_class": "A"}, "", False),  # like Qwen's: the end also begins documents
         ({"bos_token": NAMES[0], "eos_token": NAMES[1], "tokenizer_class": "A", "add_bos_token": True}, "", True),
         ({"bos_token": NAMES[0], "eos_token": NAMES[1], "add_bos_token": False}, "", False),
         ({"bos_token": NAMES[0], "eos_token": NAMES[1], "add_bos_token": False}, "begin", True),
@@ -95,7 +95,7 @@ def test_a_prompt_begins_as_the_tokenizer_says_wherever_it_lies(tmp_path, config
     folder = made(tmp_path / "published", config, post_processor=processor)
     (tmp_path / "kept").mkdir()
     tokenizer = loaded(folder)
-    for name, data in tokenizer.saved_files().items():  # as a run, an export and a quantized copy have it
+    for name, data in tokenizer.saved_files().items():  # as stored by a run, an export and a quantized copy
         (tmp_path / "kept" / name).write_bytes(data)
     assert tokenizer.before_text == ([tokenizer.special_tokens[config["bos_token"]]] if begins else [])
     assert loaded(tmp_path / "kept").before_text == tokenizer.before_text
@@ -157,5 +157,5 @@ def test_named_templates(tmp_path, form):
 def test_named_templates_without_a_default_one_are_refused(tmp_path):
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates/tool_use.jinja").write_text("with tools")
-    with pytest.raises(UserError, match="the templates tool_use, and none is called default"):
+    with pytest.raises(UserError, match="the templates tool_use, but none named default"):
         template_beside(tmp_path)

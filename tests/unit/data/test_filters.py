@@ -101,7 +101,7 @@ def test_nothing_left_is_an_error_with_the_counts(tmp_path: Path):
 
 
 def texts_of(tmp_path: Path, part: float, **keys: Any) -> tuple[list[str], dict[str, Any]]:
-    """Returns the documents that were prepared, by the text of their rows, and the counts."""
+    """Returns the texts of the prepared documents, decoded from their rows, and the counts."""
     more = {"grain_file_type": "jsonl", "grain_train_files": f"{tmp_path}/*.jsonl", "prepare_part_mib": part}
     config = config_of(tmp_path / f"cache{part}{keys}", **KEYS | more | {"packing": False} | keys)
     opened_documents = open_documents(config, tmp_path / f"cache{part}{keys}", say_nothing, text_encoder)
@@ -124,7 +124,7 @@ def test_the_first_of_equal_documents_survives(tmp_path: Path, monkeypatch: pyte
         (0, {}, 1 << 28),
         (0.0005, {}, 1 << 28),
         (0.0005, {"prepare_workers": 2}, 1 << 28),
-        (0.0005, {"held_out_share": 0}, 100),  # in many ranges of hashes
+        (0.0005, {"held_out_share": 0}, 100),  # too little memory, so hashes are compared in many ranges
     ):
         monkeypatch.setattr(duplicates, "MEMORY", memory)
         found, meta = texts_of(tmp_path, part, drop_duplicates=True, **keys)

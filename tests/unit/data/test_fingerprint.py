@@ -22,7 +22,7 @@ COLUMNS = BYTES | {"train_data_columns": "[text,more]"}
 IDS = {"tokenize_train_data": False, "train_data_columns": "ids"}
 
 
-# A key, a value that is not the default, and other settings with which it changes the rows or their order.
+# A key, a value that is not the default, and other settings with which the value changes the rows or their order.
 CHANGES = [
     ("add_bos", False, BYTES),
     ("add_eos", False, BYTES),
@@ -55,8 +55,8 @@ CHANGES = [
 
 # Other data keys: where documents come from (covered by the files' own fingerprint), how many workers read them
 # (covered by a position), how to evaluate, where to store things, how many passes are made, and how many rows a step
-# takes (which may change on resume). test_megatron.py changes the keys of token files, chat/test_encoder.py those of
-# conversations, test_pairs.py those of pairs.
+# takes (which may change on resume). The keys of token files are changed in test_megatron.py, the keys of conversations
+# in chat/test_encoder.py, and the keys of pairs in test_pairs.py.
 ELSEWHERE = re.compile(
     r"dataset_|eval_|grain_(train|eval)_|grain_file_type|grain_worker_count|hf_|train_split|data_cache_directory|remote_|"
     r"tokenizer_path|tokenize_eval_data|prepared_path|prepare_workers|per_device_batch_size|num_epoch|"

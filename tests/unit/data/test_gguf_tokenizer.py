@@ -1,4 +1,5 @@
-"""The tokenizer of a GGUF file gives the tokens of llama.cpp, and of the tokenizer.json that it was made from."""
+"""The tokenizer of a GGUF file returns the same tokens as llama.cpp, and as the tokenizer.json that it was made
+from."""
 
 import json
 
@@ -33,7 +34,7 @@ def written(values, folder):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_are_those_of_llama_cpp(kind, tmp_path):
-    """Of 200 texts in ten scripts."""
+    """Compares 200 texts in ten scripts."""
     values = values_of(kind, tmp_path)
     again = written(values, tmp_path / "again")
     theirs, ours = (load_tokenizer(str(it), "auto", add_bos=True, add_eos=True) for it in (tmp_path, again))
@@ -65,12 +66,12 @@ def test_every_name_of_words_means_one_way():
         ({"pre": "jais-2"}, "tokenizer.ggml.pre=jais-2 is not known"),
         ({"pre": None}, "tokenizer.ggml.pre=(none) is not known"),
         ({"add_space_prefix": True}, "adds a space before texts"),
-        ({"model": "bert"}, "tokenizer.ggml.model=bert: tokenizers of this kind are not read"),
+        ({"model": "bert"}, "tokenizer.ggml.model=bert: tokenizers of this kind are not supported"),
         ({"tokens": []}, "has no tokens"),
-        ({"tokens": ["a", "a"], "token_type": [1, 1]}, "two with one name"),
+        ({"tokens": ["a", "a"], "token_type": [1, 1]}, "two equal tokens"),
         ({"bos_token_id": 5000}, "bos_token_id=5000, but it has 903 tokens"),
         ({"bos_token_id": "x"}, "bos_token_id is not an integer"),
-        ({"token_type": [1]}, "types of other tokens"),
+        ({"token_type": [1]}, "not one type for each token"),
     ],
 )
 def test_what_is_not_known_is_refused(changes, named, tmp_path):
@@ -92,8 +93,8 @@ def test_a_text_begins_as_the_kind_of_tokenizer_does(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"pre_tokenizer": {"type": "Whitespace"}}, "in a way that has no name here"),
-        ({"normalizer": {"type": "NFKC"}}, "in a way that has no name here"),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, "splits texts into words in an unsupported way"),
+        ({"normalizer": {"type": "NFKC"}}, "splits texts into words in an unsupported way"),
         ({"decoder": None}, "format=gguf writes byte-level BPE"),
     ],
 )
@@ -111,7 +112,7 @@ def test_merges_that_do_not_follow_from_scores_are_refused(tmp_path):
     spec = json.loads(file.read_text())
     spec["model"]["merges"] = spec["model"]["merges"][:-1]
     file.write_text(json.dumps(spec))
-    with pytest.raises(UserError, match="do not follow from scores"):
+    with pytest.raises(UserError, match="cannot be derived from scores"):
         tokenizer_values(tmp_path, About(), 900)
 
 
@@ -121,4 +122,4 @@ def test_at_most_three_tokens_end_a_text(tmp_path):
     values = tokenizer_values(tmp_path, About({}, {"eos_token_id": [3, 0, 1, 9]}), 900, said.append)
     names = ("eos", "eot", "eom")
     assert [values[f"{OWN}{name}_token_id"] for name in names] == [2, 3, 0]
-    assert said == ["of the tokens that end a text, [2, 3, 0, 1, 9], a GGUF file has [2, 3, 0]"]
+    assert said == ["a GGUF file can store only [2, 3, 0] of the tokens that end a text, [2, 3, 0, 1, 9]"]

@@ -31,7 +31,7 @@ def test_a_bpe_is_trained_on_no_more_than_the_limit_in_the_ratio_of_the_weights(
     train = prepare.train_bpe
 
     def trained_on(limit: int) -> list[str]:
-        """Uses one cache folder, because the limit is part of the tokenizer's key."""
+        """Uses one cache folder for all limits, because the limit is part of the tokenizer's cache key."""
         seen: list[str] = []
         monkeypatch.setattr(prepare, "train_bpe", lambda texts, size: (seen.extend(texts), train(texts, size))[1])
         monkeypatch.setattr(prepare, "BPE_BYTES", limit)
@@ -61,7 +61,7 @@ def test_rows_do_not_depend_on_how_many_documents_are_encoded_at_once(monkeypatc
 
 @pytest.mark.parametrize("lines", [1, 1000])
 def test_the_line_of_a_mistake_is_counted_through_a_large_file(tmp_path, lines):
-    """The lines before it take more than one read."""
+    """Counting the lines before the mistake takes more than one read."""
     line = json.dumps({"text": "x" * (2 * LARGE // lines)}) + "\n"
     (tmp_path / "a.jsonl").write_text(line * lines + "broken\n")
     keys = {"dataset_type": "grain", "grain_file_type": "jsonl", "grain_train_files": tmp_path / "a.jsonl"}

@@ -11,7 +11,7 @@ from trainer.data.loader import Loader
 
 
 def numbers(log: list[int] | None = None):
-    """Yields 0, 1, 2, ...; records in `log` what was requested, and -1 when it is closed."""
+    """Yields 0, 1, 2, ...; appends each number to `log` when it is requested, and -1 when the generator is closed."""
     try:
         for i in itertools.count():
             if log is not None:

@@ -69,13 +69,13 @@ def expected(documents, *, reset: bool, mask: bool, eod: int, shortest: int = 0)
 @pytest.mark.parametrize(("reset", "most"), [(False, -1), (True, -1), (True, 4), (True, 25)])
 def test_rows_are_those_of_a_plain_reading(tmp_path: Path, tokens, reset: bool, most: int, mask: bool, eod: int):
     documents = documents_of(40, longest=30)
-    documents[3] = [5, EOD, 6, 7]  # one with the token inside, and without it at the end
+    documents[3] = [5, EOD, 6, 7]  # has the token inside, but not at the end
     documents[5] = []
     write(tmp_path / "a", documents)
     keys = PLAIN | {"reset_attention_mask": reset, "eod_mask_loss": mask, "mmap_eod_id": eod}
     wanted = expected(documents, reset=reset, mask=mask, eod=eod, shortest={4: LENGTH // 4}.get(most, 0))
     found = rows_of(tokens(**keys, packing_max_segments_per_sample=most), len(wanted) + 1)
-    for i, row in enumerate([*wanted, wanted[0]]):  # after the last row the first one follows
+    for i, row in enumerate([*wanted, wanted[0]]):  # after the last row, the first row follows
         for name in FIELDS:
             assert found[name][i].tolist() == row[name], (i, name)
 
@@ -151,18 +151,18 @@ DAMAGE = {
     "too many sequences": (lambda idx, bin_: header(idx, sequences=1 << 61), "a.idx is damaged"),
     "too many documents": (lambda idx, bin_: header(idx, entries=1 << 63), "a.idx is damaged"),
     "modes": (lambda idx, bin_: idx.write_bytes(idx.read_bytes() + bytes(20)), "multimodal"),
-    "negative size": (lambda idx, bin_: put(idx, SIZES, "<i", -1), "a.idx is damaged: the positions"),
-    "size and pointers that agree": (lambda idx, bin_: backwards(idx), "a.idx is damaged: the positions"),
+    "negative size": (lambda idx, bin_: put(idx, SIZES, "<i", -1), "a.idx is damaged: the offsets"),
+    "size and pointers that agree": (lambda idx, bin_: backwards(idx), "a.idx is damaged: the offsets"),
     "larger size": (lambda idx, bin_: put(idx, SIZES + 76, "<i", 1 << 30), "do not belong together"),
-    "pointer out of range": (lambda idx, bin_: put(idx, STARTS + 8, "<q", 1 << 40), "a.idx is damaged: the positions"),
-    "negative pointer": (lambda idx, bin_: put(idx, STARTS + 80, "<q", -8), "a.idx is damaged: the positions"),
+    "pointer out of range": (lambda idx, bin_: put(idx, STARTS + 8, "<q", 1 << 40), "a.idx is damaged: the offsets"),
+    "negative pointer": (lambda idx, bin_: put(idx, STARTS + 80, "<q", -8), "a.idx is damaged: the offsets"),
     "first document": (lambda idx, bin_: put(idx, FIRST, "<q", 1), "a.idx is damaged: its document index"),
     "document out of range": (lambda idx, bin_: put(idx, FIRST + 40, "<q", 99), "a.idx is damaged: its document"),
     "last document": (lambda idx, bin_: put(idx, FIRST + 160, "<q", 19), "a.idx is damaged: its document index"),
     "truncated tokens": (lambda idx, bin_: os.truncate(bin_, 40), "a.bin has 40 bytes, but .*a.idx describes"),
     "part of a token": (lambda idx, bin_: bin_.write_bytes(bin_.read_bytes()[:-1]), "a.bin has .* truncated"),
     "more tokens": (lambda idx, bin_: bin_.write_bytes(bin_.read_bytes() + bytes(4)), "a.bin has .* truncated"),
-    "other type": (lambda idx, bin_: header(idx, code=8), "positions of sequences"),
+    "other type": (lambda idx, bin_: header(idx, code=8), "offsets of its sequences"),
     "no tokens file": (lambda idx, bin_: bin_.unlink(), "a.bin cannot be read: No such file"),
     "no index": (lambda idx, bin_: idx.unlink(), "grain_train_files: there is no .*a.idx, and no folder"),
     "large token": (
@@ -196,7 +196,7 @@ def test_no_damage_of_an_index_reads_outside_of_the_files(tmp_path: Path, tokens
             dataset = tokens(**PLAIN | {"mmap_eod_id": -1})
         except UserError:
             continue
-        # What is accepted divides the same tokens into other documents.
+        # Damage that is not refused only divides the same tokens into other documents.
         stream = np.fromfile(tmp_path / "a.bin", "<i4")
         found = rows_of(dataset, -(-(len(stream) - 1) // LENGTH))["inputs"].ravel()[: len(stream) - 1]
         np.testing.assert_array_equal(found, stream[:-1])
@@ -212,7 +212,8 @@ def test_a_wrong_token_for_the_end_of_documents_is_an_error(tmp_path: Path, toke
 
 
 def test_an_empty_document_has_no_last_token(tmp_path: Path, tokens):
-    """Not even that of the document before it, which for the first one would be the last of the file."""
+    """The check must not use the preceding document's last token. For the first document, this would be the last token
+    of the file."""
     write(tmp_path / "a", [[], *documents_of(25, eod=7), [5, 0]])
     with pytest.raises(UserError, match=r"none of the first 19 documents of .*a.bin .* ends with 7"):
         tokens(mmap_eod_id=0)
@@ -299,7 +300,7 @@ def test_a_position_in_other_rows_is_refused(tmp_path: Path, change: dict):
 
 
 def documents_in(inputs: np.ndarray, segmentation: np.ndarray) -> list[tuple[int, ...]]:
-    """Returns the documents in rows that continue each other, but for the last token, which has no target."""
+    """Returns the documents in consecutive rows. The last token is missing, because it has no target."""
     stream = inputs[segmentation != 0].tolist()
     ends = [-1, *(i for i, token in enumerate(stream) if token == EOD)]
     return [tuple(stream[a + 1 : b + 1]) for a, b in pairwise(ends)]
@@ -313,7 +314,7 @@ def test_held_out_documents_are_not_trained_on(tmp_path: Path, tokens):
     dataset = tokens(**keys)
     batch = dataset.evaluation.rows(np.arange(dataset.evaluation.size))
     held = documents_in(batch["inputs"], batch["inputs_segmentation"])
-    assert len(held) == 40 - 1  # the last token of all has no target, so it is no input
+    assert len(held) == 40 - 1  # the very last token has no target, so it is not an input
     # They are spread over the files.
     numbers = [documents.index(list(document)) for document in held]
     assert all(9 <= b - a <= 11 for a, b in pairwise(numbers))
@@ -324,7 +325,7 @@ def test_held_out_documents_are_not_trained_on(tmp_path: Path, tokens):
     assert "360 documents, 1,440 trained tokens; held out 40 documents, 160 evaluated tokens" in str(dataset)
 
 
-# The last one is rounded as in MaxText 0.2.5: 0.7 + 0.2 is less than 0.9.
+# The last case is rounded as in MaxText 0.2.5: as floats, 0.7 + 0.2 is less than 0.9.
 @pytest.mark.parametrize(
     ("split", "bounds"), [("99,1", (99, 100, 100)), ("0.9,0.05,0.05", (90, 95, 100)), ("7,2,1", (38, 49, 55))]
 )
@@ -359,22 +360,22 @@ def test_nothing_to_train_or_to_evaluate_on_is_an_error(tmp_path: Path, tokens):
     write(tmp_path / "none", [])
     with pytest.raises(UserError, match=r"nothing to evaluate on: set .*grain_eval_files"):
         tokens(held_out_share=0, eval_interval=5)
-    with pytest.raises(UserError, match="no two tokens are held out; change held_out_share"):
+    with pytest.raises(UserError, match="fewer than two tokens are held out; change held_out_share"):
         tokens("one", held_out_share=0.01, eval_interval=5)
     for name in ("one", "none"):
-        with pytest.raises(UserError, match=f"{name}: no two tokens remain"):
+        with pytest.raises(UserError, match=f"{name}: fewer than two tokens remain"):
             tokens(name, held_out_share=0)
 
 
 def test_eight_documents_whose_number_is_in_the_header_are_no_multimodal_set(tmp_path: Path, tokens):
-    """The last entry of the document index then has as many bytes as the modes of eight sequences would have."""
+    """With eight documents, the last entry of the document index has as many bytes as the modes of eight sequences."""
     documents = [[[i + 1, i + 2, i + 3]] for i in range(8)]
     write_indexed(tmp_path / "a", documents, counts_documents=True)
     assert tokens("a", held_out_share=0.0, eval_interval=-1)
 
 
 def test_evaluation_files_beside_a_split_are_divided_by_it_too(tmp_path: Path, tokens):
-    """Training takes the first part of its files, evaluation the second part of its own."""
+    """Training uses the first part of the training files, and evaluation the second part of the evaluation files."""
     documents = [[1 + i, *[9] * 60, EOD] for i in range(40)]
     write(tmp_path / "a", documents[:20])
     write(tmp_path / "e", documents[20:])

@@ -72,7 +72,7 @@ def test_documents_that_lose_all_their_loss_are_counted(tmp_path: Path, way: str
     stream.close()
     assert sorted(np.count_nonzero(batch["targets_segmentation"], axis=1).tolist()) == [0, 0, 3]
     (note, *_) = (line for line in lines if "documents have no token that contributes to the loss" in line)
-    assert ("2 of 3 " in note) == (way == "prepared")  # streaming continues forever
+    assert ("2 of 3 " in note) == (way == "prepared")  # streaming repeats the data forever
 
 
 def test_the_first_evaluation_batches_must_bear_loss(tmp_path: Path):

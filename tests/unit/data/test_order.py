@@ -68,7 +68,7 @@ def test_every_row_comes_equally_often_at_every_place(size: int):
         counts[np.arange(size), images] += 1
         following[np.diff(images) % size] += 1
     assert abs(z_score(counts, 2000 / size, (size - 1) ** 2)) < 4
-    # The distance between a row and the one before it: no distance is preferred.
+    # The distance between a row and its predecessor: no distance is preferred.
     assert z_score(following[1:], following.sum() / (size - 1), size - 2) < 4
 
 

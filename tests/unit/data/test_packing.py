@@ -28,7 +28,7 @@ KINDS = [
 
 
 def documents_of(*texts: list[int]) -> list[tuple[int, Document]]:
-    """Returns documents between special tokens, each with its number as mark."""
+    """Returns numbered documents between special tokens."""
     return [(i, Document(np.array([EOT, *text, EOT], np.int32), None)) for i, text in enumerate(texts)]
 
 
@@ -62,10 +62,10 @@ def test_first_fit_takes_the_first_row_with_room_and_best_fit_the_fullest():
     texts = [1], [2, 2, 2], [3, 3], [4]  # 2, 4, 3 and 2 pairs, in rows of 6
     first = packed(Packing(6, "first_fit"), *texts)
     assert first["segmentation"] == [[1, 1, 2, 2, 2, 2], [1, 1, 1, 2, 2, 0]]
-    texts = [1, 1, 1], [2, 2], [3, 3, 3], [4]  # 4, 3, 4 and 2 pairs in rows of 6: the rows then hold 4, 3, 4
+    texts = [1, 1, 1], [2, 2], [3, 3, 3], [4]  # 4, 3, 4 and 2 pairs in rows of 6; the first three fill 4, 3 and 4
     first, best = (packed(Packing(6, kind), *texts) for kind in ("first_fit", "best_fit"))
     assert first["segmentation"] == [[1, 1, 1, 1, 2, 2], [1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0]]
-    texts = [1, 1], [2, 2, 2], [3]  # 3, 4 and 2
+    texts = [1, 1], [2, 2, 2], [3]  # 3, 4 and 2 pairs
     assert packed(Packing(6, "first_fit"), *texts)["segmentation"] == [[1, 1, 1, 2, 2, 0], [1, 1, 1, 1, 0, 0]]
     assert packed(Packing(6, "best_fit"), *texts)["segmentation"] == [[1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 2, 2]]
     assert best["segmentation"][1] == [1, 1, 1, 0, 0, 0]
@@ -84,7 +84,7 @@ def test_concatenated_documents_end_a_row_that_has_the_most():
     found = packed(Packing(6, max_segments=2), [1], [2], [3], [4, 5, 6, 7])["segmentation"]
     assert found == [[1, 1, 2, 2, 0, 0], [1, 1, 2, 2, 2, 2], [1, 0, 0, 0, 0, 0]]
     bounded, free = Packing(6, max_segments=2).identity, Packing(6).identity
-    assert bounded["kind"] != free["kind"]  # rows that ignored the limit are not read
+    assert bounded["kind"] != free["kind"]  # rows prepared without the limit are not reused
 
 
 def test_a_long_document_goes_on_in_another_row_or_is_cut_and_counted():
@@ -130,7 +130,7 @@ def test_every_pair_is_in_some_row_once_and_segments_are_whole(packing: Packing)
         assert (row["loss"] == used).all()
         assert not row["inputs"][~used].any()
         assert not row["targets"][~used].any()
-        # Each segment begins at the first place where it may.
+        # Each segment begins at the first allowed position.
         numbers, begins, sizes = np.unique(segments[used], return_index=True, return_counts=True)
         assert numbers.tolist() == [*range(1, len(numbers) + 1)]
         ends = -(-sizes // packing.align) * packing.align
@@ -203,7 +203,7 @@ def test_documents_without_text_are_skipped_and_counted():
 
 
 def test_a_document_is_without_loss_if_no_row_holds_a_token_that_bears_loss():
-    """Concatenated documents are not cut off, whatever the key says."""
+    """Concatenated documents are never cut off, whatever use_truncation is."""
     late = np.array([0, 0, 0, 0, 0, 1], bool)
     for packing, expected in ((Packing(4, truncate=True), 0), (Packing(4, together=False, truncate=True), 1)):
         counts = Counts()
@@ -212,7 +212,7 @@ def test_a_document_is_without_loss_if_no_row_holds_a_token_that_bears_loss():
 
 
 def of_two(first: int, second: int) -> Document:
-    """Returns a document of `first` pairs with one of `second` pairs behind it."""
+    """Returns a document of `first` pairs, followed by one of `second` pairs."""
     behind = Document(np.arange(100, 101 + second, dtype=np.int32), None)
     return Document(np.arange(first + 1, dtype=np.int32), None, (behind,))
 

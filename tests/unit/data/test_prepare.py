@@ -38,12 +38,12 @@ def train_rows(dataset: Dataset):
 
 
 def documents_of(source, tokenizer) -> list[bytes]:
-    """Returns the bytes of each document in the targets of a split, in order. Checks that no input crosses a
-    document."""
+    """Returns the bytes of each document in the targets of a split, in order. Checks that no input crosses a document
+    boundary."""
     batch = source.rows(np.arange(source.size))
     real = batch["targets_segmentation"] != 0
     inputs, targets, place = batch["inputs"][real], batch["targets"][real], batch["inputs_position"][real]
-    # A target that is not the end of a document is also the next input.
+    # A target that does not end a document is also the next input.
     inside = targets[:-1] != tokenizer.eos
     assert (targets[:-1][inside] == inputs[1:][inside]).all()
     assert (inputs[1:][~inside] == tokenizer.bos).all()
@@ -161,7 +161,7 @@ def test_completions_bear_the_loss_in_prepared_rows(tmp_path: Path):
 
 @pytest.mark.parametrize("way", ["prepared", "streaming"])
 def test_rows_with_and_without_loss_on_the_prompt_lie_beside_each_other(tmp_path: Path, way: str):
-    """Uses one cache folder for both settings, twice. The loss covers the requested tokens in training and
+    """Both settings are used twice in one cache folder. The loss covers the requested tokens in training and
     evaluation."""
     (tmp_path / "a.jsonl").write_text('{"prompt": "ask", "completion": "say"}\n' * 8)
     keys = {"dataset_type": "grain", "grain_file_type": "jsonl", "grain_train_files": f"{tmp_path}/a.jsonl"}
@@ -220,7 +220,7 @@ def test_preparing_says_how_far_it_is_even_within_a_document(tmp_path: Path, mon
     assert any(line.endswith(": 0 s so far") for line in lines)
     shares = [float(line.split(": ")[1].split(" %")[0]) for line in lines if " s left" in line]
     assert shares == sorted(shares)
-    assert 0 < shares[0] < 50 < shares[-1] <= 100  # printed with one digit
+    assert 0 < shares[0] < 50 < shares[-1] <= 100  # rounded to one digit
 
 
 def test_the_cache_folder_follows_its_key_then_xdg_then_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -283,7 +283,7 @@ MOST = "tensorflow,jax,grain,datasets,sentencepiece,tiktoken"
     ],
 )
 def test_tensorflow_is_never_imported_and_others_only_when_used(corpora, tmp_path: Path, refused: str, runs: list):
-    """In one process for all runs that may import the same packages."""
+    """All runs that may import the same packages share a process."""
     command = [sys.executable, "-c", HOOK, refused]
     for keys in runs:
         keys = {"dataset_type": "grain", "vocab_size": VOCAB, "data_cache_directory": tmp_path / "cache"} | keys

@@ -156,7 +156,7 @@ def edit_meta(change) -> object:
 def test_damage_is_named_with_the_remedy(
     stdlib, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, file: str, damage, message: str, hashed: int
 ):
-    """Also if the files are so large that only their sizes are compared."""
+    """Even if the files are so large that only their sizes are compared."""
     monkeypatch.setattr(cache, "HASHED", hashed)
     stdlib(tmp_path)
     (kept,) = (path for path in tmp_path.glob(f"{folder}-*") if path.is_dir())
@@ -176,7 +176,7 @@ def ones(length: int) -> Packed:
     ("old", "new"), [(b"NUMPY", b"MUMPY"), (b"'shape': (2", b"'shape': (9"), (b"'shape'", b"'shaqe'")]
 )
 def test_a_damaged_header_of_rows_is_named(tmp_path: Path, old: bytes, new: bytes):
-    """The files are so large that only their sizes are compared, so the header is read damaged."""
+    """The files are so large that only their sizes are compared, so the damaged header is read."""
     rows.write(tmp_path, [ones(8)] * 2, length=8, vocab_size=9, masked=False)
     content = (tmp_path / "rows.npy").read_bytes()
     assert content.count(old) == 1

@@ -1,4 +1,4 @@
-"""A folder of trainer.prepare: what training reads of it, and what is refused."""
+"""Folders written by trainer.prepare: what training reads from them, and what is refused."""
 
 import json
 import sys
@@ -121,7 +121,7 @@ def edited(change: Any) -> Any:
         (lambda place: (place / MANIFEST).write_text("{"), "cannot be read"),
         (lambda place: (place / "config.yml").write_text("packing: 3"), "values that are not allowed"),
         (edited(lambda manifest: manifest.pop("train")), "train is missing"),
-        (edited(lambda manifest: manifest.update(train=["../a"])), "'../a' is not a name"),
+        (edited(lambda manifest: manifest.update(train=["../a"])), "'../a' is not a folder name"),
         (edited(lambda manifest: manifest.update(weights=[1, 2, 3])), "differ in length"),
         (edited(lambda manifest: manifest.update(limit="many")), 'limit="many", not an integer'),
         (edited(lambda manifest: manifest.update(limit=100)), "ids must be from 0 to 99"),
@@ -207,7 +207,7 @@ def test_a_place_of_a_document_that_is_no_file(tmp_path: Path, files: str, capsy
     assert "/dev/zero, at byte" in shown(capsys, place, "row=0")
     for meta in place.glob("train-*/meta.json"):
         meta.write_text(json.dumps(json.loads(meta.read_text()) | {"names": [3]}))
-    assert "the place of its document is damaged" in shown(capsys, place, "row=0")
+    assert "the location of its document is damaged" in shown(capsys, place, "row=0")
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_a_damaged_list_of_parts_is_named(tmp_path: Path, files: str, change: di
     place = prepared(tmp_path / "place", grain_train_files=files, eval_interval=-1)
     meta = max(place.glob("train-*/meta.json"), key=lambda path: len(path.read_text()))
     meta.write_text(json.dumps(json.loads(meta.read_text()) | change))
-    if change == {"stored": []}:  # an earlier version stores no parts
+    if change == {"stored": []}:  # earlier versions stored no parts
         (meta.parent / "rows.npy").unlink(missing_ok=True)
     with pytest.raises(UserError, match=str(meta.parent)):
         read_place(place)

@@ -111,7 +111,7 @@ def test_tfds_in_both_formats_and_in_parts(tmp_path: Path):
 
 
 def to_tfrecord(folder: Path) -> None:
-    """Rewrites a TFDS dataset as TFRecord files, which TFDS itself does with TensorFlow."""
+    """Rewrites a TFDS dataset as TFRecord files. TFDS itself needs TensorFlow for this."""
     from array_record.python.array_record_module import ArrayRecordReader
 
     for file in list(folder.glob("*.array_record-*")):
@@ -238,7 +238,7 @@ def test_hf_reads_folders_files_and_splits(tmp_path: Path):
     (tmp_path / "folder/README.md").write_text(
         "---\nconfigs:\n- config_name: default\n  data_files: ../outside.jsonl\n---\n"
     )
-    with pytest.raises(UserError, match=r"outside\.jsonl as its data, which is not in it"):
+    with pytest.raises(UserError, match=r"outside\.jsonl, which is outside of this folder"):
         source_of(tmp_path, **folder)
     with pytest.raises(UserError, match=r"hf_path=allenai/c4: there is no such folder .* not downloaded"):
         source_of(tmp_path, dataset_type="hf", hf_path="allenai/c4")

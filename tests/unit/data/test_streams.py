@@ -111,7 +111,7 @@ def test_workers_stream_and_resume(corpora, tmp_path: Path):
     for batch, _ in whole:
         assert_aligned(batch)
     assert_same(batches(dataset, 4, json.loads(json.dumps(whole[3][1]))), whole[4:])
-    with pytest.raises(UserError, match=r"grain_worker_count=2, but here it is 0"):
+    with pytest.raises(UserError, match=r"grain_worker_count=2, but now the value is 0"):
         opened(tmp_path, **keys).train_stream(whole[3][1], rows=ROWS)
 
 
@@ -132,7 +132,7 @@ def test_processes_stream_different_documents(
         assert all(len(batch["inputs"]) == ROWS // processes for batch, _ in parts)
         assert [batch["row"][0] for batch, _ in parts] == [i * ROWS // processes] * len(parts)
         seen.append({row.tobytes() for batch, _ in parts for row in batch["inputs"]})
-        with pytest.raises(UserError, match=rf"process_count={processes}, but here it is 1"):
+        with pytest.raises(UserError, match=rf"process_count={processes}, but now the value is 1"):
             dataset.train_stream(parts[0][1], rows=ROWS)
     assert not set.intersection(*seen)
     assert len(set.union(*seen)) == documents
@@ -289,7 +289,7 @@ def test_the_first_batch_is_repeated_and_so_it_is_on_resume(corpora, tmp_path: P
     for batch, position in repeated:
         assert batch["inputs"].tobytes() == first["inputs"].tobytes() != second["inputs"].tobytes()
         assert position != behind
-    # The position does not change, on disk either.
+    # The position does not change, not even as JSON.
     assert_same(batches(reusing, 3, json.loads(json.dumps(repeated[2][1]))), repeated)
     assert reusing.fingerprint != plain.fingerprint
     assert "first batch only" in str(reusing)

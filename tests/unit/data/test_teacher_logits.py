@@ -88,7 +88,7 @@ def test_the_same_command_continues_an_interrupted_one(tmp_path):
     assert save(out) == ["shard-000001", "shard-000002"]
     assert (out / "shard-000000").stat().st_mtime_ns == kept
     (out / "shard-000002").unlink()
-    assert save(out, shard_rows=2) == ["shard-000002"]  # in the shards of the first command
+    assert save(out, shard_rows=2) == ["shard-000002"]  # with the shards of the first command
     assert not save(out)
     files = {path.name: path.read_bytes() for path in out.iterdir()}
     assert files == {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}

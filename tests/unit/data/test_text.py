@@ -25,7 +25,7 @@ WAYS = ("prepared", "streaming")
 
 
 def lines_of(cache: Path, **keys) -> tuple[Dataset, list[str]]:
-    """Returns the dataset, and all messages until two of its batches were read."""
+    """Returns the dataset, and a list to which its messages are appended."""
     lines: list[str] = []
     shared = {"held_out_share": 0, "enable_data_shuffling": False, "tokenizer_type": "bytes"}
     dataset = open_dataset(config_of(cache, **shared | keys), lines.append)
@@ -58,7 +58,7 @@ def test_what_is_held_out_does_not_depend_on_how_a_surrogate_is_written():
 
 
 def write_bytes(path: Path, kind: str, texts: list[bytes]) -> Path:
-    """Writes a file of records with the column `text`, which need not be UTF-8. `kind` is the format."""
+    """Writes a file in the format `kind`, with a column `text` that need not be UTF-8."""
     if kind in ("jsonl", "hf-json"):
         values = [text.decode("utf-8", "surrogatepass") for text in texts]
         path.write_text("".join(json.dumps({"text": value}) + "\n" for value in values))
@@ -100,7 +100,7 @@ def keys_of(kind: str, path: Path) -> dict:
     return {"dataset_type": "grain", "grain_file_type": name, "grain_train_files": path}
 
 
-FIRST = {  # how messages name the place of the second record
+FIRST = {  # how messages locate the second record
     "jsonl": "a.data, line 2",
     "jsonl-raw": "a.data, line 2",
     "text": "a.data",
@@ -177,7 +177,7 @@ def test_every_tokenizer_takes_what_stands_for_lone_surrogates(tmp_path: Path, k
         held_out = dataset.evaluation.rows(np.arange(1))["inputs"].tolist()
         found.append((tokens_of(dataset), held_out, sum(NOTE in line for line in lines)))
     assert found[0][:2] == found[1][:2]
-    assert (found[0][2] >= 2, found[1][2]) == (True, 0)  # of evaluation and of training
+    assert (found[0][2] >= 2, found[1][2]) == (True, 0)  # one for evaluation, one for training
 
 
 def test_byte_order_marks_are_no_text_and_nul_is(tmp_path: Path):

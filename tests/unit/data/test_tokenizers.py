@@ -1,4 +1,4 @@
-"""Tokenizers: trained ones, and users' own."""
+"""Tokenizers: tokenizers that the trainer trains, and users' own tokenizers."""
 
 import base64
 import json
@@ -195,11 +195,11 @@ def test_a_tokenizer_that_drops_merges_at_random_does_not(tmp_path: Path):
     config = config_of(tmp_path, tokenizer_type="auto", tokenizer_path=tmp_path)
     open_tokenizer(config, [], [], tmp_path, lines.append)
     assert lines == [tokenizer.note]
-    assert json.loads(tokenizer.saved_files()["tokenizer.json"]) == spec  # an export has the file as it is
+    assert json.loads(tokenizer.saved_files()["tokenizer.json"]) == spec  # an export contains the file unchanged
 
 
 def test_where_the_package_itself_fails(tmp_path: Path):
-    """It raises a BaseException then."""
+    """The package then raises a BaseException."""
     spec = json.loads(Path(json_tokenizer(tmp_path / "made", ["</s>"]), "tokenizer.json").read_text())
     steps = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
     charsmap = {"type": "Precompiled", "precompiled_charsmap": ""}
@@ -248,7 +248,7 @@ def test_what_is_no_tokenizer_is_named(tmp_path: Path):
         load_tokenizer(str(tmp_path / "bad.json"), "auto", **BOTH)
     with pytest.raises(UserError, match=r"there is no such file"):
         load_tokenizer(str(tmp_path / "none.json"), "auto", **BOTH)
-    with pytest.raises(UserError, match=r"holds no tokenizer.json or tokenizer.model"):
+    with pytest.raises(UserError, match=r"contains no tokenizer.json or tokenizer.model"):
         load_tokenizer(str(tmp_path), "auto", **BOTH)
 
 
@@ -313,7 +313,7 @@ def test_a_vocabulary_that_is_too_small_is_found_at_once(corpora, piece: Path, t
 
 
 def test_special_tokens_that_no_document_gets_need_no_rows(tmp_path: Path):
-    """As in Gemma 3's, whose token for images has the number of the rows of the text models."""
+    """As in Gemma 3's tokenizer: the id of its image token is equal to the text models' number of embedding rows."""
     train_bpe(["def f(x)"], 257).save(tmp_path)
     spec = json.loads((tmp_path / "tokenizer.json").read_text())
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
@@ -336,9 +336,9 @@ def test_token_tables_are_of_all_ids(bpe: JsonTokenizer):
     [
         ("[]", "not a JSON object"),
         ("[" * 100_000, "nested deeper"),
-        ('{"bos_token": 3}', "bos_token=3, not text"),
-        ('{"eos_token": {"contents": "x"}, "bos_token": [1]}', r"bos_token=\[1\], not text"),
-        ('{"bos_token": {"content": {}}}', "not text, nor an object with content"),
+        ('{"bos_token": 3}', "bos_token=3, neither text"),
+        ('{"eos_token": {"contents": "x"}, "bos_token": [1]}', r"bos_token=\[1\], neither text"),
+        ('{"bos_token": {"content": {}}}', "neither text nor an object with content"),
     ],
 )
 def test_a_tokenizer_config_of_other_types(tmp_path, config, message):

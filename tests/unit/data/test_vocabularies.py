@@ -73,7 +73,8 @@ def test_one_is_a_prefix_of_the_other():
     )
     assert shared_tokens(chat, base, NAMES) == Shared(
         *(7, 9, 7),
-        f"tokenizer_path=s has 2 more tokens: {OVER}, and after the others, a document is trained on its labels alone",
+        f"tokenizer_path=s has 2 more tokens: {OVER}, and after the first extra token, a document is trained on its "
+        "labels only",
     )
 
 
@@ -125,7 +126,7 @@ def test_the_first_difference_is_shown(other: JsonTokenizer, shown: str):
     assert message.startswith("tokenizer_path=s and teacher_path=t differ in ")
     assert shown in message
     assert message.isprintable()
-    assert message.endswith("or a student that was made with the teacher's tokenizer")
+    assert message.endswith("or a student that was created with the teacher's tokenizer")
 
 
 def test_ids_without_tokens_are_equal_only_to_each_other():
@@ -142,19 +143,19 @@ def test_ids_without_tokens_are_equal_only_to_each_other():
 
 
 def test_two_tokens_with_one_id_are_read_in_one_order():
-    """The package lists a vocabulary in an order that changes."""
+    """The package lists a vocabulary in varying order."""
     repeated = {"a": 0, "b": 1, "c": 1, "d": 1, "e": 1, "<s>": 2, "f": 3}
     assert {tuple(of(repeated).vocabulary()) for _ in range(20)} == {(b"a", b"e", b"<s>", b"f")}
 
 
 def test_an_added_token_may_lack_the_mark_of_special_ones():
-    """As <|fim_prefix|> of Qwen 2.5, which is special in files of llama.cpp only."""
+    """Like Qwen 2.5's <|fim_prefix|>, which is special only in llama.cpp's files."""
     marked, unmarked = of(special=("<s>", "<|fim|>")), of(plain=("<|fim|>",))
     assert shared_tokens(marked, unmarked) == shared_tokens(unmarked, marked) == (8, 8, 8, "")
 
 
 def test_a_normalizer_hides_no_difference():
-    """The package's decoder shows each part of a character as U+FFFD."""
+    """The package's decoder shows each partial character as U+FFFD."""
     from tokenizers import normalizers
 
     left, right = of(), of((*WORDS[:4], "\u00e4", WORDS[5]))
@@ -182,7 +183,7 @@ def test_bytes_and_ranks(tmp_path: Path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_gguf_file_has_the_vocabulary_of_its_folder(kind: str, tmp_path: Path):
-    """Of `rows`, three are padding."""
+    """Three of the rows are padding."""
     values = tokenizer_values(tmp_path, About(), tokenizer_folder(kind, tmp_path) + 3)
     again = tmp_path / "again"
     again.mkdir()

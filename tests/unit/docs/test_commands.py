@@ -1,6 +1,8 @@
-"""The programs accept every command of the README and the docs: they exist, keys and values are allowed, and the mesh
-fits the devices. Nothing runs here: scripts/run_docs.py runs the commands, with fewer steps. Links lead to files that
-exist."""
+"""The programs accept every command of the README and the docs.
+
+The programs exist, keys and values are allowed, and the mesh fits the devices. Nothing runs here: scripts/run_docs.py
+runs the commands, with fewer steps. Links lead to existing files.
+"""
 
 import importlib.util
 import re
@@ -30,7 +32,7 @@ _spec.loader.exec_module(documented)
 ROOT, PAGES, HEREDOC = documented.ROOT, documented.PAGES, documented.HEREDOC
 
 
-# Without Linen, the pages for migrating still name what was removed.
+# Once Linen is removed, the migration pages still mention it.
 REMOVED = re.compile(r"enable_nnx=|pure_nnx|linen|bridged") if len(COMBINATIONS) == 1 else None
 # scripts/run_docs.py checks that the commands with exit code 2 are refused.
 COMMANDS = [
@@ -43,12 +45,12 @@ pytestmark = pytest.mark.default_combination
 
 @pytest.fixture(autouse=True)
 def place(tmp_path, monkeypatch):
-    """A folder with the files that the pages name: those that they write, and one of the reader."""
+    """A folder with the files that the pages mention: files that the pages write, and the reader's my.yml."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(ROOT))
     files = {"my.yml": "base_config: base.yml\n"}
     question = '{"question": "1", "answer": "1"}\n'
-    files |= dict.fromkeys(("orders-test.jsonl", "no-table-test.jsonl"), question)  # which a script of a page writes
+    files |= dict.fromkeys(("orders-test.jsonl", "no-table-test.jsonl"), question)  # written by a page's script
     for page in PAGES:
         files |= dict(HEREDOC.findall(page.read_text(encoding="utf-8")))
     for name, text in files.items():
@@ -58,11 +60,11 @@ def place(tmp_path, monkeypatch):
 
 def accept(program, words, variables):
     """Raises UserError if `program` would refuse the words before it builds anything."""
-    if Path(program).is_file():  # the page writes it
+    if Path(program).is_file():  # the page writes this program
         return
     if program == "docs/guides/own_objective.py" and words[0] == "parity":
         program, words = "trainer.parity", words[1:]
-    words = [word for word in words if not word.startswith("prepared_path=")]  # its folder gives the other keys
+    words = [word for word in words if not word.startswith("prepared_path=")]  # the missing folder would set other keys
     if program in ("trainer.train", "trainer.train_compile", "docs/guides/own_objective.py"):
         check(load([word for word in words if not word.startswith("--")], environment=variables).config, variables)
     elif program == "trainer.prepare":
@@ -94,7 +96,7 @@ def accept(program, words, variables):
         load_sides(words, variables)
     elif program == "trainer.parity":
         *_, rest = parity._options(words)
-        if any("=" in word or word.endswith(".yml") for word in rest):  # others are checkpoints
+        if any("=" in word or word.endswith(".yml") for word in rest):  # otherwise the words are checkpoints
             load_sides(rest, variables)
     elif program == "trainer.export":
         export._read_words(words)
@@ -120,7 +122,7 @@ def accept(program, words, variables):
 
 
 def check(config, variables):
-    """Resolves for the devices that the command has."""
+    """Resolves the configuration for the command's devices."""
     forced = re.search(r"device_count=(\d+)", variables.get("XLA_FLAGS", ""))
     count, platform = int(forced[1]) if forced else 1, "cpu"
     if config.compile_topology:

@@ -34,7 +34,7 @@ from trainer.training.evaluate import summarize
 
 @pytest.fixture
 def guides(monkeypatch):
-    """Imports docs.guides.NAME, like `python -m` in the repository's folder."""
+    """Returns a function that imports docs.guides.NAME, like `python -m` in the repository's folder."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3]))
     return lambda name: importlib.import_module(f"docs.guides.{name}")
 
@@ -42,7 +42,7 @@ def guides(monkeypatch):
 def test_the_family_is_the_same_program_in_nnx_and_in_linen(guides):
     guides("own_family")
     own = {"decoder_block": "docs.guides.own_family:FAMILY", "base_num_decoder_layers": 2, "dropout_rate": 0.1}
-    ends = (ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1])  # the other combinations consist of the parts of these two
+    ends = (ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1])  # the other combinations consist of parts of these two
     runs = [build(load(arguments(name, **own)).config, jax.devices()[:1]) for name in ends]
     assert len({lowered_update(run).as_text() for run in runs}) == 1
     names = {name for name in names_of(runs[0].codec.unpack(runs[0].abstract_state).params) if "norm" in name}
@@ -51,7 +51,7 @@ def test_the_family_is_the_same_program_in_nnx_and_in_linen(guides):
 
 @pytest.mark.rest(covered_by="adapters of every kind in unit/training/test_lora.py")
 def test_adapters_for_queries_and_experts_train_alike_in_nnx_and_linen(guides):
-    """Also on devices with their own experts. The base has the initial values that it has without them."""
+    """Also with experts sharded over devices. The base has the same initial values as without adapters."""
     guides("own_product")
     keys = {"num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 16, "base_num_decoder_layers": 1}
     keys |= {"learning_rate": 1e-2, "sharding_tolerance": 1, "per_device_batch_size": 8}
@@ -147,7 +147,7 @@ def test_the_objectives_program_trains(guides, capsys):
 
 
 def test_evaluation_reports_what_an_objective_measures(guides):
-    """Not the cross entropy a second time."""
+    """It does not report the cross entropy a second time."""
 
     class Measuring(guides("own_objective").Focal):
         def weights(self, batch):
@@ -185,7 +185,7 @@ def test_the_optimizer_by_its_formula(guides, monkeypatch):
         np.testing.assert_allclose(updates["w"], -rate * (np.sign(mean) + 0.5 * 2.0), rtol=1e-6)
         np.testing.assert_allclose(updates["scale"], -rate * np.sign(mean), rtol=1e-6)
 
-    # After registration it is in the train state of every combination, with the shardings of its parameters.
+    # A registered optimizer's state is in the train state of every combination, sharded like its parameters.
     monkeypatch.setitem(OPTIMIZERS, "sgd", lambda _, given: signum(keys, given))
     run = build(load(arguments(ALL_COMBINATIONS[0], opt_type="sgd", ici_fsdp_parallelism=2)).config, jax.devices()[:2])
     rows = {row["name"]: row["spec"] for row in run.table()["tensors"]}

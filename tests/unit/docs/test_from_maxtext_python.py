@@ -24,7 +24,7 @@ def names(cell):
 
 
 def found(name):
-    """Returns the object `name`. The longest prefix that is a module is imported."""
+    """Returns the object `name`, after importing its longest prefix that is a module."""
     parts = name.split(".")
     for count in range(len(parts), 0, -1):
         try:

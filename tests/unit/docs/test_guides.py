@@ -44,7 +44,7 @@ def test_a_failure_that_does_not_come_as_shown_is_found(monkeypatch, tmp_path):
 
     monkeypatch.setattr(sys.modules[__name__], "GUIDES", tmp_path)
     guide("[][1]", "IndexError: list index...range")
-    guide("x = 1", "what it gives")  # without a failure in the guide
+    guide("x = 1", "what it gives")  # the guide shows no failure
     for code, shown in (("[][1]", "IndexError: another"), ("[][1]", "KeyError: list index"), ("x = 1", "KeyError: x")):
         with pytest.raises((AssertionError, IndexError, pytest.fail.Exception)):
             guide(code, shown)

@@ -1,4 +1,4 @@
-"""What docstrings and comments name as `module.name` or `package.module` is there."""
+"""Every `module.name` and `package.module` that docstrings and comments mention exists."""
 
 import re
 from pathlib import Path
@@ -8,12 +8,12 @@ from trainer.config.schema import schema
 ROOT = Path(__file__).parents[3] / "src"
 TEXTS = {path.relative_to(ROOT).with_suffix("").parts: path.read_text() for path in (ROOT / "trainer").rglob("*.py")}
 MODULES = {parts[:at] for parts in TEXTS for at in range(1, len(parts) + 1)} - {("trainer",)}
-# Of other packages, and of values, that are named like modules here.
+# Names of other packages and attributes of values, whose first part is also the name of a module here.
 OTHERS = r"linen\.(scan|remat)|maxtext\.trainers\..*|ahead\.tokens|\w+\.(json|py)"
 
 
 def defines(module, name):
-    """Whether a module, or a file in a package, defines `name`, or the package offers it."""
+    """Returns whether a module, or any file in a package, defines `name`, or the package exports it."""
     own = rf"(?m)^ *(?:(?:async )?def|class) {name}\b|^ *(?:\w+, )*{name}\b(?:: [^=\n]+)?(?:, \w+)* = |^    {name}: "
     texts = [text for parts, text in TEXTS.items() if parts[: len(module)] == module]
     offered = TEXTS.get((*module, "__init__"), "")
@@ -21,7 +21,7 @@ def defines(module, name):
 
 
 def is_there(name):
-    """Whether a name is found below one of the modules with which it begins; True if it begins with none."""
+    """Returns whether `name` exists below one of the modules with which it begins; True if it begins with none."""
     parts = name.split(".")
     begun = {(at, module) for module in MODULES for at, part in enumerate(module) if part == parts[0]}
     for at, module in begun:

@@ -1,4 +1,4 @@
-"""The tables of commands and of packages name what is there, and each command answers --help with its own usage."""
+"""The tables of commands and of packages match what exists, and each command's --help prints its own usage."""
 
 import contextlib
 import importlib
@@ -47,7 +47,7 @@ def test_contributing_lists_every_package_in_the_order_of_the_contract():
     table = (ROOT / "CONTRIBUTING.md").read_text().split("```")[3]
     listed = [name for line in table.splitlines()[2:] for name in re.match(r"(\w+  )*(\w+)(?=  )", line)[0].split()]
     (layers,) = (contract["layers"] for contract in CONTRACTS if contract["type"] == "layers")
-    assert set(listed) == PACKAGES or not FLAGS  # a package is gone with them
+    assert set(listed) == PACKAGES or not FLAGS  # one package is removed with the flags
     listed = [name for name in listed if name in PACKAGES]
     ranks = {name: rank for rank, line in enumerate(layers) for name in re.findall(r"\w+", line)}
     assert [ranks[name] for name in listed] == sorted(ranks[name] for name in listed)

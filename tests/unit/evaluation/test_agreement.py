@@ -1,4 +1,4 @@
-"""Processes of trainer.evaluate compare their programs and tasks before the first batch."""
+"""The processes of trainer.evaluate compare their programs and tasks before the first batch."""
 
 from pathlib import Path
 from types import SimpleNamespace

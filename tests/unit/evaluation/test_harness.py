@@ -1,5 +1,7 @@
-"""Tasks of lm-eval: each request beside another way to compute it. scripts/compare_lm_eval.py compares with lm-eval's
-own model, which needs torch."""
+"""lm-eval tasks: each request's result against a second computation.
+
+scripts/compare_lm_eval.py compares with lm-eval's own model, which needs torch.
+"""
 
 import json
 import math
@@ -114,7 +116,7 @@ def test_a_rolling_text_counts_every_token_once(made, opened):
     assert short == pytest.approx(log_likelihood(model, [begin], tokens)[0], abs=1e-4)
     tokens = model.encode(TEXTS[1]["text"])
     assert 64 < len(tokens) < 128
-    # The last window has as many tokens as fit before it.
+    # The last window is filled with as many preceding tokens as fit.
     first = log_likelihood(model, [begin], tokens[:64])[0]
     rest = log_likelihood(model, tokens[-65 : 64 - len(tokens)], tokens[64:])[0]
     (long,) = result.samples[1]["resps"][0]

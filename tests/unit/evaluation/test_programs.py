@@ -1,4 +1,4 @@
-"""Programs that answer: those that are right pass, and hostile ones neither pass nor harm."""
+"""Answers that are programs: correct ones pass; hostile ones neither pass nor do harm."""
 
 import gzip
 import json
@@ -47,7 +47,7 @@ HOSTILE = {
     "    import os; os.kill(PARENT, 9); return sum(xs)\n": "raised ProcessLookupError",
     "    import os; os.kill(os.getppid(), 9); os.kill(-1, 9); return 3\n": "raised ProcessLookupError",
     "    import ctypes; return 3 + ctypes.CDLL(None).mount(b'', b'/', b'', 4128, None)\n": "a test failed",
-    # For root, the number of processes has no small limit, so this is not a fork bomb: it would slow down other tests.
+    # Root has no small limit on processes, so this is not a fork bomb, which would slow down other tests.
     "    import os, time\n    for _ in range(30):\n        try:\n"
     "            if not getattr(os, 'fork')(): time.sleep(60)\n"
     "        except OSError: pass\n    return 3\n": "a test failed",
@@ -83,7 +83,8 @@ def test_hostile_programs_neither_pass_nor_harm(tmp_path, limits, monkeypatch):
         sleeping.kill()
     assert found == HOSTILE
     assert [path.name for path in tmp_path.iterdir()] == ["problems"]
-    # Without namespaces, the limits and the tests are the same. The suite refuses a Python that ignores PYTHONPATH.
+    # Without namespaces, the limits and the tests are the same. tests/checkout.py refuses to start `python -I`, so the
+    # interpreter gets another name.
     link = tmp_path / "interpreter"
     link.symlink_to(sys._base_executable)
     monkeypatch.setattr(sys, "executable", str(link))
@@ -98,7 +99,7 @@ def test_hostile_programs_neither_pass_nor_harm(tmp_path, limits, monkeypatch):
 
 
 class Model:
-    """A model that knows its answers."""
+    """A model that returns prepared answers."""
 
     chat, length = None, 512
 
@@ -148,7 +149,7 @@ def test_problems_are_scored(tmp_path, monkeypatch, capsys):
         ["\nclass", "\ndef", "\n#", "\nif", "\nprint"],
     )
     assert "of 3 programs: 2 passed, 1 a test failed" in capsys.readouterr().out
-    # A run that ends does not wait for a program.
+    # A run that is interrupted does not wait for a program.
     began = time.monotonic()
     with pytest.raises(Interrupted):
         opened(eval_tasks_allow_code=True).run(Model([LOOP] * 3, interrupted=True))
@@ -158,7 +159,7 @@ def test_problems_are_scored(tmp_path, monkeypatch, capsys):
         opened(eval_tasks_allow_code=True)
     for row, said in (
         (PROBLEM | {"test": 3}, "line 1: test: needed: a text"),
-        (PROBLEM | {"prompt": "x = ("}, "line 1: prompt: is no program, which a body completes"),
+        (PROBLEM | {"prompt": "x = ("}, "line 1: prompt: is not a program, even with a body"),
     ):
         (tmp_path / "w.jsonl").write_text(json.dumps(row))
         (tmp_path / "w.yml").write_text("kind: programs\nfile: w.jsonl\n")

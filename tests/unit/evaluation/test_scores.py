@@ -1,4 +1,4 @@
-"""Scores and their standard errors, and which checkpoint a score makes the best."""
+"""Scores, their standard errors, and the choice of the best checkpoint by a score."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What tasks= may name, and messages on what it may not."""
+"""What tasks= accepts, and the messages for what it refuses."""
 
 import json
 import subprocess
@@ -50,26 +50,26 @@ BAD = {
     "- a": "is not a mapping of fields",
     "group: both\ntask: [arc_easy, mine]": "is a group of lm-eval: give the files of its tasks",
     "kind: [text]": "kind: allowed: text, questions",
-    "kind: text\n3: 4": "3: a field's name is a text",
+    "kind: text\n3: 4": "3: a field's name must be a text",
     "kind: text\nstride: 0": "stride=0, not an integer in [1,",
     "kind: text\nsteps: 5": "steps: there is no such field",
     "kind: text\ncount: bytes": "count=bytes: allowed: transformers, llama.cpp",
-    "kind: text\ncount: llama.cpp\nstride: 4": "windows without overlap",
+    "kind: text\ncount: llama.cpp\nstride: 4": "the windows of count=llama.cpp do not overlap",
     "kind: text\ncontext: 4\nstride: 8": "would be left out",
     "kind: text\ndataset_type: c5": "dataset_type: allowed:",
     "kind: questions": "file: is missing",
     "kind: questions\nfile: no.jsonl": "no.jsonl: cannot be read: No such file",
-    "kind: questions\nfile: ok.jsonl\nscore: pattern": "pattern: score=pattern and this field need each other",
+    "kind: questions\nfile: ok.jsonl\nscore: pattern": "pattern: score=pattern and this field require each other",
     "kind: questions\nfile: ok.jsonl\nscore: pattern\npattern: '('": "is not a regular expression",
     "kind: questions\nfile: ok.jsonl\nscore: pattern\npattern: 'a{99999999999999}'": "is not a regular expression",
-    "kind: questions\nfile: ok.jsonl\nfunction: a:b": "function: score=function and this field need each other",
+    "kind: questions\nfile: ok.jsonl\nfunction: a:b": "function: score=function and this field require each other",
     "kind: questions\nfile: ok.jsonl\nprompt: '{text}'": "ok.jsonl, line 1: there is no field text",
-    "kind: questions\nfile: ok.jsonl\nprompt: '{'": "a brace of the text is written twice",
-    "kind: questions\nfile: ok.jsonl\nprompt: '{}'": "braces hold the name of a field alone",
-    "kind: questions\nfile: ok.jsonl\nprompt: '{question:d}'": "braces hold the name of a field alone",
-    "kind: questions\nfile: ok.jsonl\nprompt: '{question!x}'": "braces hold the name of a field alone",
+    "kind: questions\nfile: ok.jsonl\nprompt: '{'": "write a literal brace twice",
+    "kind: questions\nfile: ok.jsonl\nprompt: '{}'": "braces may contain only the name of a field",
+    "kind: questions\nfile: ok.jsonl\nprompt: '{question:d}'": "braces may contain only the name of a field",
+    "kind: questions\nfile: ok.jsonl\nprompt: '{question!x}'": "braces may contain only the name of a field",
     "kind: questions\nfile: ok.jsonl\nprompt: '{question.real}'": "there is no field question.real",
-    "kind: questions\nfile: mixed.jsonl": "some questions have choices and others none",
+    "kind: questions\nfile: mixed.jsonl": "some questions have choices and others do not",
 }
 
 
@@ -125,7 +125,7 @@ def test_all_mistakes_are_reported_at_once(folder):
     ],
 )
 def test_the_command_line_is_checked_without_jax(words, code, said):
-    """A process with a JAX that cannot be imported."""
+    """Runs in a process in which JAX cannot be imported."""
     program = "train" if "--train" in words else "evaluate"
     words = [word for word in words if word != "--train"]
     run = f"import sys; sys.modules['jax'] = None; from trainer.{program} import main; main({words!r})"

@@ -1,4 +1,4 @@
-"""Tasks on an engine with random parameters: each score beside another way to compute it."""
+"""Tasks on an engine with random parameters: each score against a second computation."""
 
 import functools
 import json
@@ -47,7 +47,7 @@ def scores(result):
 
 
 def test_rows_of_any_length_are_scored_like_prompts():
-    """Beside the engine's prefill, which serving has tested."""
+    """Compares with the engine's prefill, which serving tests."""
     engine, params = made()
     rng = np.random.default_rng(0)
     rows = [rng.integers(0, 257, length).tolist() for length in (2, 31, 7, 9, 32, 5, 8)]
@@ -56,7 +56,7 @@ def test_rows_of_any_length_are_scored_like_prompts():
         targets = np.zeros_like(tokens)
         targets[: len(row) - 1] = row[1:]
         _, result = engine.prefill(params, tokens, len(row) - 1, targets=targets)
-        # The rows of a batch are products of other shapes.
+        # The matrix products of a batch have other shapes, so they round differently.
         np.testing.assert_allclose(said, np.asarray(result.prompt.log_probs)[: len(row) - 1], atol=2e-5)
         assert likeliest.tolist() == (np.asarray(result.prompt.tokens)[: len(row) - 1, 0] == row[1:]).tolist()
     again = model().log_probs(rows)
@@ -69,7 +69,7 @@ def test_rows_of_any_length_are_scored_like_prompts():
 
 
 def guide(count, context, stride):
-    """The loop of transformers' guide to perplexity (docs/source/en/perplexity.md): (begin, end, number of labels)."""
+    """The loop in transformers' perplexity guide (docs/source/en/perplexity.md): (begin, end, number of labels)."""
     found, previous = [], 0
     for begin in range(0, count, stride):
         end = min(begin + context, count)
@@ -85,7 +85,7 @@ def guide(count, context, stride):
 )
 def test_windows_are_those_of_transformers(count, context, stride):
     made_windows = list(windows(count, context, stride))
-    # Labels are shifted: that of a window's first token has no logits.
+    # Labels are shifted: the first token of a window has no logits.
     expected = [(b, e, max(e - n, b + 1)) for b, e, n in guide(count, context, stride) if e > max(e - n, b + 1)]
     assert [tuple(window) for window in made_windows] == expected
     counted = [target for window in made_windows for target in range(window.first, window.end)]
@@ -95,7 +95,8 @@ def test_windows_are_those_of_transformers(count, context, stride):
 
 
 def test_windows_are_those_of_llama_cpp():
-    """tools/perplexity/perplexity.cpp: n_chunk = size / n_ctx, first = n_ctx / 2, n_ctx - 1 - first tokens of each."""
+    """tools/perplexity/perplexity.cpp: n_chunk = size / n_ctx, first = n_ctx / 2; each chunk counts n_ctx - 1 - first
+    tokens."""
     for count, context in ((40, 16), (16, 16), (15, 16), (50, 9)):
         first = context // 2
         expected = [[i * context + first + 1 + j for j in range(context - 1 - first)] for i in range(count // context)]
@@ -129,7 +130,7 @@ def test_documents_are_apart_unless_they_are_joined(tmp_path, monkeypatch):
     (tmp_path / "apart.yml").write_text(f"kind: text\n{data}")
     (tmp_path / "joined.yml").write_text(f"kind: text\njoined: true\n{data}")
     (apart,) = task(tmp_path, monkeypatch, "apart.yml").run(model())
-    assert [sample["tokens"] for sample in apart.samples] == [8, 7, 11]  # each begins with a token that is not counted
+    assert [sample["tokens"] for sample in apart.samples] == [8, 7, 11]  # each first token is not counted
     assert len(task(tmp_path, monkeypatch, "apart.yml", eval_tasks_limit=2).run(model())[0].samples) == 2
     (joined,) = task(tmp_path, monkeypatch, "joined.yml").run(model())
     assert sum(sample["tokens"] for sample in joined.samples) == 8 + 7 + 11 + 2
@@ -145,7 +146,7 @@ def test_documents_are_apart_unless_they_are_joined(tmp_path, monkeypatch):
 
 
 def test_a_file_names_its_data_alone(tmp_path, monkeypatch):
-    """What the run holds out, or mixes, belongs to the run's data."""
+    """A task file with its own data ignores the run's held-out data and mixture."""
     for name in ("a", "held_out"):
         (tmp_path / f"{name}.txt").write_text(f"{name}\n")
     (tmp_path / "mixture.json").write_text(json.dumps({"one": {"path": "held_out.txt", "weight": 1}}))
@@ -178,7 +179,7 @@ def test_the_data_of_conversations_are_no_text(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         sft.main(["base.yml", "eval_tasks=[text]", "dataset_type=hf", "hf_path=json", "tokenizer_path=."])
     assert end.value.code == 2
-    assert "eval_tasks=text: the data of trainer.sft are no plain text" in capsys.readouterr().err
+    assert "eval_tasks=text: the data of trainer.sft are not plain text" in capsys.readouterr().err
 
 
 def test_synthetic_rows_need_no_tokenizer():
@@ -234,7 +235,7 @@ def test_a_pattern_that_does_not_end_is_stopped(tmp_path, monkeypatch, capsys):
     answers = [Answer(text, [], "stop") for text in ("a" * 40 + "b", "aaa")]
     opened = task(tmp_path, monkeypatch, "p.yml", reward_worker_timeout_seconds=0.1)
     assert opened._by_pattern("(a+)+$", answers, model()) == [None, "aaa"]
-    assert "p: the pattern took too long in 1 of 2 answers: they do not match" in capsys.readouterr().out
+    assert "p: the pattern took too long in 1 of 2 answers, which do not match" in capsys.readouterr().out
     asked, opened = model(), task(tmp_path, monkeypatch, "p.yml")
     asked.begin_task(0.1)
     with pytest.raises(TooLong):
@@ -285,8 +286,8 @@ def test_a_function_judges_answers(tmp_path, monkeypatch, capsys):
     keys = {"reward_num_workers": 2, "reward_worker_timeout_seconds": 1.0}
     (late,) = task(tmp_path, monkeypatch, "i.yml", **keys).run(model())
     assert scores(late) == {"score": 0.0}
-    assert "i: the function took too long for 4 of 4 answers: they score 0" in capsys.readouterr().out
-    keys["reward_worker_timeout_seconds"] = 60.0  # what ends it now is the time of the task, or the run
+    assert "i: the function took too long for 4 of 4 answers, which score 0" in capsys.readouterr().out
+    keys["reward_worker_timeout_seconds"] = 60.0  # so that the task or the run ends first
     asked = model()
     asked.begin_task(3.0)
     with pytest.raises(TooLong, match=r"stopped after 3 s \(eval_tasks_timeout_seconds\)"):
@@ -320,7 +321,7 @@ def test_the_likeliest_choice_is_taken(tmp_path, monkeypatch):
 
 
 class Messages:
-    """A chat whose messages are in brackets."""
+    """A chat template that puts messages in brackets."""
 
     def tokens(self, text):
         return model().tokenizer.encode(f"<{text}>")
@@ -409,7 +410,7 @@ from reasoning_gym import evaluated, factory
 
 
 def test_a_data_set_of_reasoning_gym_judges_answers(tmp_path, monkeypatch):
-    """With a package of its interface; docs/guides/evaluation.md says what ran with the real one."""
+    """Uses a stand-in package with the same interface; docs/guides/evaluation.md reports tests with the real one."""
     package = tmp_path / "reasoning_gym"
     package.mkdir()
     (package / "__init__.py").write_text(GYM)
@@ -431,8 +432,8 @@ def test_a_data_set_of_reasoning_gym_judges_answers(tmp_path, monkeypatch):
     assert result.scores[0].error == pytest.approx(np.std([0.25, 0, 0], ddof=1) / 3**0.5)
     assert len(task(tmp_path, monkeypatch, "sums.yml", eval_tasks_limit=2)._rows) == 2
     for body, said in {
-        "smus": r"dataset: smus: there is no such one in reasoning-gym.*allowed: evaluated, sums",
-        "sums\nconfig: {lwo: 3}": r"config: lwo: there is no such one in reasoning-gym.*allowed: low",
+        "smus": r"dataset: smus: reasoning-gym does not know it.*allowed: evaluated, sums",
+        "sums\nconfig: {lwo: 3}": r"config: lwo: reasoning-gym does not know it.*allowed: low",
         "sums\nconfig: {low: 9}": r"config: AssertionError: low must be below 5",
         "evaluated": r"evaluates answers as code.*eval_tasks_allow_code=true accepts that",
     }.items():

@@ -1,4 +1,4 @@
-"""Several adapters over one base: what they cost in a step, and what they compute."""
+"""Several adapters over one base: their cost in a decode step, and their results."""
 
 import functools
 
@@ -34,7 +34,7 @@ TINY = {"base_num_decoder_layers": 1, "max_target_length": 32, "per_device_batch
 
 
 class Named:
-    """Adapters that only say which keys they have."""
+    """Adapters that only provide their keys."""
 
     def __init__(self, **keys):
         self.path = "there"
@@ -59,7 +59,8 @@ def adapters_of(engine):
 
 
 def test_each_costs_its_own_bytes():
-    """A step has no other argument for them, and no further copy of the base."""
+    """Adapters add only their own bytes and each slot's adapter number to a step's arguments, and the base is not
+    copied."""
     sizes, arguments, temporaries = {}, {}, {}
     for count in (0, 1, 4):
         engine = engine_with(count)
@@ -69,14 +70,14 @@ def test_each_costs_its_own_bytes():
     base = sum(leaf.size * 4 for leaf in names_of(joined(*engine_with(0).served.model.abstract)).values())
     for count in (1, 4):
         assert sizes[count] == count * sizes[1]
-        slots = 4 * 4 if count > 1 else 0  # the number of each slot's adapter
+        slots = 4 * 4 if count > 1 else 0  # each slot's adapter number
         assert arguments[count] - arguments[0] == sizes[count] + slots
         assert temporaries[count] - temporaries[0] < base / 4
 
 
 @pytest.mark.parametrize("combination", ALL_COMBINATIONS)
 def test_a_batch_of_prompts_with_different_adapters(combination):
-    """Packed in one row and one by one, each gets the logits' token of its merged model."""
+    """Packed in one row or prefilled one by one, each prompt gets the token that its merged model would draw."""
     engine = engine_with(2, combination)
     params, rest = random_variables(engine.served.model)
     weights, variables = names_of(joined(params, rest)), engine.hold(params, rest)
@@ -95,7 +96,7 @@ def test_a_batch_of_prompts_with_different_adapters(combination):
 
 
 def _token(engine, weights, row, number):
-    """Returns the next token by a model without adapters, whose matrices have those of adapter `number` added."""
+    """Returns the next token from a model without adapters, with adapter `number` merged into its matrices."""
     base = {name: leaf for name, leaf in weights.items() if not ADAPTER.search(name)}
     if number:
         ranks = slice((number - 1) * RANK, number * RANK)
@@ -116,10 +117,10 @@ _merged = jax.jit(apply_lora_on_base_params)
 
 def test_what_cannot_share_a_batch():
     experts = {"decoder_block": "mixtral", "num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 8}
-    with pytest.raises(UserError, match="belongs to experts, which sort rows"):
+    with pytest.raises(UserError, match="belongs to experts, which reorder rows"):
         with_adapters(tiny_config(ALL_COMBINATIONS[0], **experts), [Named(), Named()])
     config = tiny_config(ALL_COMBINATIONS[0], logits_via_embedding=False)
-    with pytest.raises(UserError, match="output head decoder/logits_dense/kernel has the same matrix for all rows"):
+    with pytest.raises(UserError, match="output head decoder/logits_dense/kernel must be the same matrix for all rows"):
         with_adapters(config, [Named(), Named(lora_module_path="logits_dense")])
     with pytest.raises(UserError, match="lora_weight_qtype or lora_tile_size of their bases differ"):
         with_adapters(config, [Named(), Named(lora_weight_qtype="int8")])
@@ -130,7 +131,7 @@ def test_rows_may_choose_a_single_adapter():
     assert ranks.tolist() == [[False] * RANK, [True] * RANK]
     invariant = tiny_config(ALL_COMBINATIONS[0], batch_invariant=True, max_target_length=128)
     assert with_adapters(invariant, [Named(lora_alpha=3.0)])[1] is None
-    with pytest.raises(UserError, match=r"lora_alpha / lora_rank = 1\.5, which is no power of two"):
+    with pytest.raises(UserError, match=r"lora_alpha / lora_rank = 1\.5, which is not a power of two"):
         with_adapters(invariant, [Named(lora_alpha=3.0)], apart=True)
 
 
@@ -165,7 +166,7 @@ def test_each_sequence_has_its_adapter(keys):
     alone = [[after(prompt, adapter)[1].log_probs[0] for adapter in (0, 1, 2)] for prompt in PROMPTS]
     assert len({round(float(found), 4) for each in alone for found in each}) == 6
     _, packed = engine.prefill_concat(weights, *engine.packed(PROMPTS), sampling=GREEDY, adapters=[2, 1])
-    np.testing.assert_allclose(packed.log_probs[:2], [alone[0][2], alone[1][1]], rtol=1e-5)  # sums in another order
+    np.testing.assert_allclose(packed.log_probs[:2], [alone[0][2], alone[1][1]], rtol=1e-5)  # summed in another order
     state = engine.init_decode_state()
     firsts = []
     for slot, (prompt, adapter) in enumerate(zip(PROMPTS, (2, 1), strict=True)):
@@ -209,8 +210,12 @@ def test_sequences_of_several_adapters_do_not_change_each_others_bits():
     ("keys", "said", "dtype"),
     [
         ({}, r"with dtype=float32, bits depend on the ranks of all adapters", "float32"),
-        ({"lora_alpha": 3.0}, r"there has lora_alpha / lora_rank = 1.5, which is no power of two", "bfloat16"),
-        ({"lora_weight_qtype": "nf4"}, r"there has lora_weight_qtype=nf4: its bits are not proved", "bfloat16"),
+        ({"lora_alpha": 3.0}, r"there has lora_alpha / lora_rank = 1.5, which is not a power of two", "bfloat16"),
+        (
+            {"lora_weight_qtype": "nf4"},
+            r"there has lora_weight_qtype=nf4: bitwise equality is not verified for it",
+            "bfloat16",
+        ),
     ],
 )
 def test_adapters_without_the_bits_of_training_are_refused(keys, said, dtype):

@@ -1,6 +1,6 @@
-"""With batch_invariant, the log-probability of a drawn token is the one that training computes for it, in every bit.
+"""With batch_invariant, the log-probability of a drawn token equals the one that training computes, bit for bit.
 
-The difference is taken from what was returned when the token was drawn.
+The reference is the log-probability that was returned when the token was drawn.
 """
 
 import functools
@@ -40,7 +40,7 @@ MODEL = {
 }
 TWO = {"base_num_decoder_layers": 2}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 96}
-# Norms before and after, windows and soft caps; latent attention, dense layers and experts; a table of positions.
+# Norms before and after, windows and soft caps; latent attention with dense layers and experts; learned positions.
 KINDS = {
     "llama2": {},
     "gemma2": {"decoder_block": "gemma2", "sliding_window_size": 70, "attn_logits_soft_cap": 50.0, **TWO},
@@ -63,8 +63,8 @@ def engine_of(*, devices=1, **keys):
 
 
 def requests(count, seed=3, shortest=3):
-    """Returns prompts of `shortest` to 120 tokens, some of which begin with the same 70, and how many tokens follow
-    each. Those above 64 tokens are prefilled by one program."""
+    """Returns prompts of `shortest` to 120 tokens, and the number of tokens to draw after each. Some prompts share
+    their first 70 tokens. All prompts above 64 tokens are prefilled by the same program."""
     random = np.random.default_rng(seed)
     common = random.integers(0, VOCABULARY, 70).tolist()
     prompts = [random.integers(0, VOCABULARY, random.integers(shortest, 120)).tolist() for _ in range(count)]
@@ -73,7 +73,7 @@ def requests(count, seed=3, shortest=3):
 
 
 def rollouts(engine, params, prompts, limits, adapters=()):
-    """Returns the tokens and log-probabilities that follow each prompt, with more requests than slots."""
+    """Returns the drawn tokens and their log-probabilities for each prompt. There are more requests than slots."""
     scheduler = Scheduler(engine, params)
     for seed, (prompt, limit, adapter) in enumerate(zip(prompts, limits, adapters or [0] * len(prompts), strict=True)):
         scheduler.submit(prompt, limit=limit, sampling=Sampling(1.0), seed=seed, adapter=adapter)
@@ -85,8 +85,8 @@ def rollouts(engine, params, prompts, limits, adapters=()):
 
 
 def rows_of(texts, together):
-    """Returns a batch with a row for each of `texts`, which are alone in a row or `together` in the first ones, and the
-    row and the place of each text's first token."""
+    """Returns a batch with as many rows as `texts`, and the (row, index) of each text's first token. Each text has its
+    own row, or with `together` texts are packed into the first rows."""
     rows, places = [], []
     for text in texts:
         pairs = len(text) - 1
@@ -114,7 +114,7 @@ def log_probs_of(model):
 
 
 def training_log_probs(model, params, batches, mesh=None, rules=None):
-    """Returns those of each batch in the forward pass of a training step."""
+    """Returns the log-probabilities of each batch's targets in the forward pass of a training step."""
 
     def loss(params, rest, batch):
         found = log_probs_of(model)(params, rest, batch)
@@ -133,7 +133,7 @@ def training_log_probs(model, params, batches, mesh=None, rules=None):
 
 
 def differing(model, params, prompts, found, together=(True, False), **mesh):
-    """Returns how many log-probabilities of rollouts have other bits in training, in rows that are shared or not."""
+    """Returns how many log-probabilities of rollouts differ in any bit from training, with packed or separate rows."""
     texts = [prompt + tokens for prompt, (tokens, _) in zip(prompts, found, strict=True)]
     batches, all_places = zip(*(rows_of(texts, shared) for shared in together), strict=True)
     wrong = 0
@@ -186,7 +186,7 @@ def plain():
 
 @functools.cache
 def plain_rollouts():
-    """Returns requests for prompts of all lengths, and what follows them."""
+    """Returns requests with prompts of all lengths, and their rollouts."""
     (engine, params, _), asked = plain(), requests(5)
     return asked, rollouts(engine, params, *asked)
 
@@ -213,7 +213,9 @@ def test_prompts_of_one_row_begin_at_multiples_of_a_tile():
     for i, prompt in enumerate(prompts):
         _, alone = engine.prefill(params, engine.padded(prompt), len(prompt), seed=3 + i)
         assert (alone.tokens[0], alone.log_probs[0]) == (together.tokens[i], together.log_probs[i])
-    with pytest.raises(ValueError, match=r"start_pos=\[0, 5\]: with batch_invariant prompts begin at multiples of 128"):
+    with pytest.raises(
+        ValueError, match=r"start_pos=\[0, 5\]: with batch_invariant, prompts begin at multiples of 128"
+    ):
         engine.prefill_concat(params, *packed._replace(start_pos=np.array([0, 5])))
 
 
@@ -229,14 +231,14 @@ def test_devices_with_whole_rows_and_whole_matrices():
 
 
 def mesh_of(**keys):
-    """Returns a mesh of four devices for training, and its rules."""
+    """Returns a mesh of four devices for training, and its axis rules."""
     config = tiny_config("nnx", devices=4, **MODEL | keys)
     return {"mesh": make_mesh(config, jax.devices()[:4]), "rules": axis_rules(config)}
 
 
 @pytest.mark.rest(covered_by="nothing: it tests the tests")
 def test_without_the_key_bits_differ():
-    """So the tests above compare something."""
+    """Shows that the tests above can fail."""
     engine = engine_of(batch_invariant=False, dtype="bfloat16")
     variables, (prompts, limits) = random_variables(engine.served.model), requests(7)
     found = rollouts(engine, engine.hold(*variables), prompts, limits)
@@ -244,7 +246,7 @@ def test_without_the_key_bits_differ():
 
 
 def test_combinations_have_the_same_bits():
-    """In the forward pass. test_five_combinations.py shows that gradients have one program."""
+    """Covers the forward pass. test_five_combinations.py shows that the gradients compile to the same program."""
     batch = rows_of(requests(1)[0], together=True)[0]
     models = [model_of(tiny_config(it, **MODEL | {"dtype": "float32"})) for it in ALL_COMBINATIONS]
     variables, options = random_variables(models[0]), compiler_options(models[0].config, "cpu")
@@ -268,7 +270,7 @@ def test_attention_is_that_of_the_reference(how):
         return found, pull(gradient)
 
     jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5),  # sums in another order
+        functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5),  # summed in another order
         pulled(invariant_attention, query, key, value),
         pulled(dot_product_attention, query, key, value),
     )
@@ -284,14 +286,14 @@ def test_a_rounded_product_is_rounded_before_it_is_added():
     ("keys", "problem"),
     [
         ({"max_target_length": 200}, "rows must be a multiple of 128 tokens"),
-        ({"attention": "dot_product"}, "it has an attention op of its own, invariant"),
+        ({"attention": "dot_product"}, "only the attention op invariant is batch-invariant"),
         ({"dropout_rate": 0.1}, "training would drop values that generation does not"),
-        ({"quantization": "int8"}, "bits of quantized products are not proved"),
-        ({"quantize_kvcache": True}, "training has no cache in 8 bits"),
+        ({"quantization": "int8"}, "bitwise equality is not verified for quantized products"),
+        ({"quantize_kvcache": True}, "training has no 8-bit cache"),
         ({"ici_tensor_parallelism": 2}, "each device must have whole rows and whole matrices"),
         ({"ici_expert_parallelism": 2}, "each device must have whole rows and whole matrices"),
         ({"prefill_chunk_size": 100}, "chunks must be a multiple of 64 tokens"),
-        ({"decoder_block": "team_block:TeamBlock"}, "the bits of your own blocks are not known"),
+        ({"decoder_block": "team_block:TeamBlock"}, "bitwise equality is not verified for custom blocks"),
         (
             {"decoder_block": "mixtral", **EXPERTS, "sparse_matmul": False, "capacity_factor": 1.5},
             "which tokens are dropped depends on the batch",
@@ -313,9 +315,9 @@ def test_another_loop_than_that_of_the_training_is_refused(monkeypatch):
     saved = {"batch_invariant": True, "scan_layers": False, "dtype": "float32"}
     monkeypatch.setattr(max_engine, "open_source", lambda *args, **how: None)
     monkeypatch.setattr(max_engine, "keys_of_run", lambda path: saved)
-    with pytest.raises(UserError, match="there was trained with scan_layers=false; give the same to generate"):
+    with pytest.raises(UserError, match="there was trained with scan_layers=false; set the same for generation"):
         plain()[0]._check_bits("there")
-    saved["batch_invariant"] = False  # then no forward pass of its training has these bits
+    saved["batch_invariant"] = False  # then no forward pass of that training computes these bits
     plain()[0]._check_bits("there")
 
 

@@ -1,4 +1,4 @@
-"""What requests of a server ask for: penalties, biases and log-probabilities, and a scheduler in a thread."""
+"""What requests to a server can ask for (penalties, biases and log-probabilities), and a scheduler in a thread."""
 
 import functools
 import queue
@@ -39,7 +39,7 @@ def prompts(count, longest=80):
 
 
 def drawn(scheduler, rows, asked=NOTHING):
-    """Returns the (token, log-probability) pairs after each prompt; with more prompts than slots."""
+    """Returns the (token, log-probability) pairs drawn after each prompt. There are more prompts than slots."""
     found = {scheduler.submit(row, limit=6, sampling=GREEDY, asked=asked): [] for row in rows}
     for event in scheduler.run():
         found[event.request].append((event.token, event.log_prob))
@@ -68,7 +68,7 @@ def test_a_warm_engine_compiles_nothing_more(caching):
 
 @pytest.mark.rest(covered_by="unit/inference/test_batch_invariant.py")
 def test_with_batch_invariant_all_bits_are_those_of_an_engine_without_controls():
-    """Also the log-probabilities of prompts, in chunks of other lengths."""
+    """Includes the log-probabilities of prompts, which are prefilled in chunks of other lengths."""
     keys = {"batch_invariant": True, "return_log_prob": True, "max_target_length": 256, "prefill_chunk_size": 64}
     plain, engine = (engine_of(with_controls=with_controls, **keys) for with_controls in (False, True))
     params = plain.hold(*random_variables(plain.served.model))
@@ -120,7 +120,7 @@ def test_waiting_requests_of_any_length_are_cancelled():
 
 
 def test_threads_share_a_scheduler():
-    """Each gets its own tokens; what is cancelled ends, and nobody else notices."""
+    """Each request gets its own tokens. Cancelled requests end without affecting the others."""
     engine, params = made(enable_prefix_caching=True)
     rows = prompts(12)
     expected = [[token for token, _ in pairs] for pairs in drawn(Scheduler(engine, params), rows)]
@@ -161,4 +161,4 @@ def test_the_thread_ends_between_two_programs_while_it_compiles():
     service.stop()
     assert ended.get(timeout=1) is None
     assert engine._generate._cache_size() <= 1
-    assert ended.empty()  # it never was ready
+    assert ended.empty()  # it never became ready

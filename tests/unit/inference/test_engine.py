@@ -1,4 +1,4 @@
-"""The engine against full forward passes: prefill, chunks, packed prompts, samples, slots that are used again."""
+"""The engine against full forward passes: prefill, chunks, packed prompts, samples, reused slots."""
 
 import functools
 import json
@@ -27,8 +27,8 @@ KINDS = {
     | {"trainable_position_size": LENGTH, "use_chunked_prefill": True, "prefill_chunk_size": 5, **GREEDY},
 }
 PROMPT = [5, 0, 17]
-# As a share of the largest log-probability: the same sums in another order, in float32, after scores that are sharpened
-# tenfold. On processors with AVX2 and with AVX-512, at most 2.4e-7 were seen.
+# A share of the largest log-probability, for float32 sums in another order, after scores that are scaled tenfold. The
+# largest difference on processors with AVX2 and AVX-512 was 2.4e-7.
 ROUNDING = 2e-6
 
 
@@ -38,15 +38,15 @@ def config_of(kind):
 
 @functools.cache
 def variables_of(kind="all positions"):
-    """Canonical variables, on the host, whose likeliest token is far ahead of the next."""
+    """Canonical variables, on the host, with which the likeliest token is far ahead of the second."""
     params, rest = random_variables(model_of(config_of(kind)))
-    # Off the diagonal, so that the tied head does not just repeat the last token.
+    # Random signs, so that the tied head does not just repeat the last token.
     signs = np.sign(np.random.default_rng(0).normal(size=16)).astype(np.float32)
     norm, layers = params["decoder"]["decoder_norm"], params["decoder"]["layers"]
     attention = layers["self_attention"]
-    # What a token sees makes a difference, with sharper scores.
+    # Sharper scores make the result depend on the context.
     if kind == "gpt3":
-        norm["scale"] = 16 * signs - 1  # 1 is added, and its logits are divided by the root of the width
+        norm["scale"] = 16 * signs - 1  # the layer adds 1 to the scale, and the logits are divided by sqrt(width)
         attention["qkv_proj"]["kernel"][:, :, 0] *= 10
     else:
         layers["pre_self_attention_layer_norm"]["scale"][:] = layers["post_self_attention_layer_norm"]["scale"][:] = 1
@@ -58,7 +58,7 @@ def variables_of(kind="all positions"):
 
 @functools.cache
 def made(kind="all positions"):
-    """An engine of three slots and its variables."""
+    """Returns an engine with three slots, and its variables."""
     engine = MaxEngine(config_of(kind), jax.devices()[:1])
     return engine, engine.hold(*variables_of(kind))
 
@@ -77,14 +77,14 @@ def _forward(kind):
 
 
 def log_probs_after(tokens, kind="all positions"):
-    """The log-probabilities [v] of the token after `tokens`, from one forward pass of a whole row without a cache."""
+    """Returns the log-probabilities [v] of the token after `tokens`, from one forward pass without a cache."""
     row = np.zeros((1, LENGTH), np.int32)
     row[0, : len(tokens)] = tokens
     return np.asarray(_forward(kind)(row))[len(tokens) - 1]
 
 
 def texts_of(scheduler, **requests):
-    """The events of all requests run together: for each, its tokens and log-probabilities."""
+    """Runs all requests together and returns the (token, log-probability) pairs of each."""
     found = {number: [] for number in requests.values()}
     for event in scheduler.run():
         if event.token is not None:
@@ -93,7 +93,7 @@ def texts_of(scheduler, **requests):
 
 
 def check_greedy(prompt, drawn, kind="all positions"):
-    """Every token is the likeliest after those before it, with its log-probability."""
+    """Checks that each token is the likeliest after its predecessors, and its log-probability."""
     tokens = list(prompt)
     assert drawn
     for token, log_prob in drawn:
@@ -109,7 +109,8 @@ PROMPTS = {"short": PROMPT, "long": list(range(1, 34)), "one": [9], "full": [3] 
 @pytest.mark.rest(covered_by="the other kinds; decoding in unit/models/test_gpt3.py", cases=("gpt3",))
 @pytest.mark.parametrize("kind", KINDS)
 def test_more_requests_than_slots_get_the_tokens_of_full_forward_passes(kind):
-    """With a window: a ring shorter than the text, and prompts in chunks shorter than the ring. GPT-3: in chunks."""
+    """With a window, the ring is shorter than the text, and the prefill chunks are shorter than the ring. GPT-3 is
+    prefilled in chunks, too."""
     engine, params = made(kind)
     assert engine.max_concurrent_decodes == SLOTS
     scheduler = Scheduler(engine, params)
@@ -125,7 +126,7 @@ def test_more_requests_than_slots_get_the_tokens_of_full_forward_passes(kind):
 
 
 def test_an_engine_of_a_hugging_face_folder():
-    """The model's keys come from it, as in trainer.generate."""
+    """The model's keys come from the folder, as in trainer.generate."""
     folder = Path(__file__).parents[2] / "goldens" / "llama"
     engine = MaxEngine.of(str(folder), ["max_target_length=16"], devices=jax.devices()[:1])
     params = engine.load_params(say=lambda line: None)
@@ -137,14 +138,15 @@ def test_an_engine_of_a_hugging_face_folder():
 
 
 def test_the_first_token_does_not_wait_for_decode_steps():
-    """Their program may have to be compiled. If nobody waits for a text, prompts are prefilled together instead."""
+    """The decode step may still have to be compiled. With fill=True, when nobody waits for text, prompts are prefilled
+    together instead."""
     engine, params = made()
     scheduler = Scheduler(engine, params)
     first = scheduler.submit(PROMPT, limit=3)
     second = scheduler.submit([9], limit=3)
     assert [event.request for event in scheduler.turn()] == [first]
     assert not scheduler._unread
-    assert scheduler.turn() == []  # `second` is prefilled, and both are in the step that runs now
+    assert scheduler.turn() == []  # `second` is prefilled, and the running step decodes both
     assert [event.request for event in scheduler.turn()] == [second, first, second]
     filled = Scheduler(engine, params, fill=True)
     filled.submit(PROMPT, limit=3)
@@ -188,7 +190,8 @@ def test_packed_prompts_are_those_given_alone(kind):
 
 
 def test_prompts_packed_as_maxtext_packs_them_give_the_same_tokens():
-    """Segments need not be consecutive, prompts not adjacent, and the arrays of prompts are padded to the slots."""
+    """Segment numbers need not be consecutive, nor prompts adjacent. The arrays of prompts are padded to the number of
+    slots."""
     engine, params = made()
     prompts = [[5, 0, 17], [9, 2], [4]]
     expected = engine.prefill_concat(params, *engine.packed(prompts), sampling=Sampling(0.0))
@@ -202,7 +205,7 @@ def test_prompts_packed_as_maxtext_packs_them_give_the_same_tokens():
     for i, prompt in enumerate(prompts):
         caches = (jax.tree.leaves(jax.device_get(it[0].cache)) for it in (found, expected))
         for leaf, other in zip(*caches, strict=True):
-            # The same sums in another order, in float32.
+            # Float32 sums in another order.
             np.testing.assert_allclose(
                 leaf[:, i, : len(prompt)], other[:, i, : len(prompt)], atol=ROUNDING * np.abs(other).max()
             )
@@ -211,7 +214,7 @@ def test_prompts_packed_as_maxtext_packs_them_give_the_same_tokens():
 def test_several_samples_are_those_of_separate_requests_with_the_same_keys():
     engine, params = made()
     prefix, first = engine.prefill_multisampling(params, engine.padded(PROMPT), len(PROMPT), 3, seed=5)
-    assert {leaf.shape[1] for leaf in jax.tree.leaves(prefix.cache)} == {1}  # they share the prompt's cache
+    assert {leaf.shape[1] for leaf in jax.tree.leaves(prefix.cache)} == {1}  # the samples share the prompt's cache
     state = engine.bulk_insert(prefix, engine.init_decode_state(), [0, 1, 2])
     together = [first.tokens]
     for _ in range(6):
@@ -225,7 +228,7 @@ def test_several_samples_are_those_of_separate_requests_with_the_same_keys():
         if i == 0:
             np.testing.assert_array_equal(prefix.sequences.keys, key)
             assert int(first.tokens[0]) == together[0, 0]
-        # The first token as drawn together, and the key of sample i.
+        # Continues with the first token that was drawn above, and with the key of sample i.
         sequences = prefix.sequences._replace(keys=key, tokens=jnp.asarray(together[i, :1]))
         state = engine.insert(prefix._replace(sequences=sequences), engine.init_decode_state(), 1)
         for t in range(1, 7):
@@ -292,7 +295,7 @@ def test_requests_stop_at_their_tokens_and_are_cancelled_wherever_they_are():
 
 
 def test_the_slot_of_a_request_that_ended_is_not_valid():
-    """Whether its limit, a stop token or `cancel` ended it."""
+    """A request can end by its limit, a stop token or `cancel`."""
     engine, params = made()
     scheduler = Scheduler(engine, params)
     first = log_probs_after(PROMPT).argmax()
@@ -319,16 +322,16 @@ def test_mistakes_of_a_caller():
             scheduler.submit(prompt)
     padded = engine.padded(PROMPT)
     for length in (0, padded.size + 1):
-        with pytest.raises(ValueError, match=f"true_length={length}: the prompt has 1 to {padded.size} tokens"):
+        with pytest.raises(ValueError, match=f"true_length={length}: allowed: 1 to {padded.size}"):
             engine.prefill(params, padded, length)
     for room in (len(PROMPT) - 1, LENGTH + 1):
         with pytest.raises(ValueError, match=f"room={room}: allowed: {len(PROMPT)} to {LENGTH}"):
             engine.prefill(params, padded, len(PROMPT), room=room)
     prefix, _ = jax.eval_shape(lambda: engine.prefill(params, padded, len(PROMPT), room=5))
     prefix = jax.tree.map(lambda it: np.full(it.shape, len(PROMPT), it.dtype), prefix)
-    with pytest.raises(ValueError, match="room for 5 tokens, 6 are given"):
+    with pytest.raises(ValueError, match="room for 5 tokens, but needs 6"):
         engine.prefill(params, padded, len(PROMPT), existing_prefix=prefix)
-    with pytest.raises(ValueError, match="limit=0"):
+    with pytest.raises(ValueError, match="limit=0: must be at least 1"):
         scheduler.submit([1], limit=0)
     with pytest.raises(ValueError, match="at least one token"):
         engine.packed([[1], []])
@@ -376,7 +379,7 @@ def test_what_no_text_can_be_drawn_with_is_refused(how, message):
 @pytest.mark.parametrize("key", ["ici_pipeline_parallelism", "dcn_pipeline_parallelism"])
 def test_stages_of_a_pipeline_are_refused(key):
     config = load(arguments("nnx", **MODEL | {key: 2})).config
-    with pytest.raises(UserError, match=f"^{key}=2: generation has no pipeline; give data, fsdp or tensor"):
+    with pytest.raises(UserError, match=f"^{key}=2: generation has no pipeline; assign the devices to data, fsdp or"):
         MaxEngine(config, jax.devices()[:2])
 
 
@@ -404,16 +407,16 @@ def test_a_kept_prefix_saves_its_tokens_and_changes_nothing():
     assert calls == [33, 2, 1, 34]
     assert 0 < known.size <= 31_000
     one = known.size // 3
-    assert known.size == 3 * one  # equal prompts are kept once
+    assert known.size == 3 * one  # equal prompts are stored once
     known._limit = 2 * one
     texts_of(scheduler, it=scheduler.submit([7, 7], limit=1))
-    assert known.size == 2 * one  # the two that were used last
+    assert known.size == 2 * one  # the two most recently used
     assert known.get(np.array([60, 1, 2, 9], np.int32))[1] == 3
     assert known.get(np.array(PROMPTS["long"], np.int32)) == (None, 0)
 
 
 def _with(engine, **keys):
-    """The same engine under other keys that no compiled function reads."""
+    """Returns the same engine with other values of keys that no compiled function reads."""
     other = MaxEngine.__new__(MaxEngine)
     other.__dict__ |= engine.__dict__ | {"config": type(engine.config)(dict(engine.config.items()) | keys)}
     return other
@@ -433,7 +436,7 @@ def test_a_longer_prefix_in_a_ring_is_used_only_whole():
 
 
 def test_on_eight_devices_it_draws_the_same_text():
-    """The axes that split rows in training shard the sequences. See test_batch_invariant.py for texts with data."""
+    """The axes that shard rows in training shard the sequences. test_batch_invariant.py tests text with a data axis."""
     for axis in ("data", "context"):
         axes = {f"ici_{name}_parallelism": 2 for name in (axis, "fsdp", "tensor")}
         config = tiny_config("nnx", devices=8, per_device_batch_size=1, **MODEL, **axes)
@@ -457,8 +460,8 @@ def test_devices_that_share_a_row_in_training_have_one_each():
 
 
 def test_a_decode_step_is_compiled_ahead_of_time_with_its_memory():
-    """Exact bytes of weights and cache, no copy of the cache, and traffic close to one read of both."""
-    length = 4096  # so that a cache is larger than everything else
+    """Exact bytes of weights and cache, no copy of the cache, and memory traffic close to reading both once."""
+    length = 4096  # so that the cache is larger than everything else
     keys = MODEL | {"max_target_length": length, "base_num_decoder_layers": 4, **GREEDY}
     engine = MaxEngine(tiny_config("nnx", per_device_batch_size=8, **keys), jax.devices()[:1])
     compiled, report = engine.aot_compile()
@@ -470,7 +473,7 @@ def test_a_decode_step_is_compiled_ahead_of_time_with_its_memory():
     assert sizes["cache"] == 4 * 2 * 8 * length * 2 * 8 * 4  # layers, keys and values, slots, length, heads, width
     assert report.memory.temporaries < sizes["cache"] / 2
     assert report.memory.aliased >= sizes["cache"]
-    # On a CPU keys and values of a layer are transposed before the product, which a TPU fuses.
+    # A CPU transposes the keys and values of a layer before the product; a TPU fuses the transposition.
     assert sizes["cache"] < report.cost.bytes_accessed < 5 * sizes["cache"]
     params = engine.hold(*random_variables(engine.served.model))
     _, result = compiled(params, engine.init_decode_state())
@@ -494,7 +497,7 @@ def test_samples_of_a_prompt_are_those_of_as_many_requests_and_are_cancelled_one
     assert [event.token for event in single.run() if event.request == number] == expected[0]
     with pytest.raises(ValueError, match="has 3 slots"):
         sampled.submit(PROMPT, samples=SLOTS + 1)
-    # One waits for all slots; of the other, a sample is cancelled in the queue.
+    # The samples need all slots, so they wait in the queue, where one of them is cancelled.
     sampled.submit([9], limit=30)
     waiting = sampled.submit(PROMPT, seed=3, limit=5, samples=SLOTS)
     assert [event.end for event in sampled.cancel(waiting + 1)] == ["cancelled"]

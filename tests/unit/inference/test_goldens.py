@@ -1,4 +1,4 @@
-"""Greedy continuations against those of transformers' own generate, for every family (scripts/write_goldens.py)."""
+"""Greedy continuations against transformers' own generate, for every family (scripts/write_goldens.py)."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from trainer.weights.model_keys import load_model_keys
 from trainer.weights.open import open_source, weight_shapes
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
-# One of each family, and those whose cache or positions differ: windows of 5 positions, latents, YaRN.
+# At least one per family, and cases with another cache or other positions: windows of 5 positions, latents, YaRN.
 CASES = (
     "llama-yarn-exact",
     "mistral",
@@ -52,12 +52,12 @@ CASES = (
     "exaone4",
 )
 PROMPT, LENGTH = 7, 40
-# Above the rounding of logits in float32: their differences are at most 1e-5 of the largest, which is about 10.
+# Above the rounding of float32 logits: they differ by at most 1e-5 of the largest, which is about 10.
 TIE = 1e-3
 
 
 def expected(case):
-    """Returns the tokens [rows, LENGTH] and, for the new ones, the distance of the two largest logits."""
+    """Returns the tokens [rows, LENGTH] and, for the new ones, the margin between the two largest logits."""
     with np.load(GOLDENS / case / "expected.npz") as found:
         return found["generated/tokens"], found["generated/margin"]
 

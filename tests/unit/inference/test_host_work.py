@@ -1,6 +1,6 @@
-"""What the host does in a turn of the scheduler: programs that it dispatches, and Python functions that it calls.
+"""The host's work in a turn of the scheduler: the programs it dispatches, and the Python functions it calls.
 
-Programs are counted in a profile, because most operations of JAX outside a program are called without any Python.
+Programs are counted in a profile, because JAX runs most operations outside a program without calling Python functions.
 """
 
 import functools
@@ -36,7 +36,7 @@ def submitted(scheduler, seed, limit=None):
 
 
 def running(requests=1):
-    """A scheduler with requests in `requests` slots, which has compiled all that it needs."""
+    """Returns a scheduler with `requests` running requests, after everything it needs is compiled."""
     scheduler = Scheduler(*made())
     submitted(scheduler, 0, limit=1)
     list(scheduler.run())
@@ -64,9 +64,10 @@ def python_calls(turn):
 
 
 def programs(turn, folder):
-    """Returns how often each program is dispatched. A profile has two events for each: in and around the fast path."""
+    """Returns the number of dispatches of each program. A profile has two events per dispatch: in and around the fast
+    path."""
     options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # it can crash a process with other Python threads
+    options.python_tracer_level = 0  # the Python tracer can crash a process with other Python threads
     with jax.profiler.trace(folder, profiler_options=options):
         turn()
     (file,) = folder.rglob("*.xplane.pb")
@@ -95,7 +96,7 @@ def test_turns_trace_and_compile_nothing():
 
 @pytest.mark.rest(covered_by="what an engine compiles in unit/inference/test_controls.py")
 def test_a_turn_dispatches_no_other_programs_than_those_of_the_engine(tmp_path):
-    """In a process of its own: JAX's profiler can crash one that has loaded many libraries."""
+    """Runs in a separate process: JAX's profiler can crash a process that has loaded many libraries."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, __file__, str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -106,7 +107,8 @@ def test_a_turn_dispatches_no_other_programs_than_those_of_the_engine(tmp_path):
 
 
 def test_a_turn_calls_few_python_functions():
-    """Found: 64 with one slot in use and 3 for each further one; 152 with a prefill. A trace has thousands."""
+    """Measured: 64 calls with one slot in use, 3 more per further slot, and 152 with a prefill. Tracing takes
+    thousands."""
     for slots in range(1, SLOTS + 1):
         calls = python_calls(running(slots).turn)
         assert sum(calls.values()) <= 80 + 4 * slots, calls
@@ -124,7 +126,7 @@ def test_a_decode_step_calls_nothing_but_its_program():
 
 
 def main(folder):
-    """Prints the programs of a turn that decodes, and of one that also begins a request."""
+    """Prints the programs of a turn that only decodes, and of a turn that also begins a request."""
     scheduler = running()
     decode = programs(scheduler.turn, folder / "decode")
     submitted(scheduler, 1)

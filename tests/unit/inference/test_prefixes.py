@@ -1,4 +1,4 @@
-"""The cache of prefixes: which prefix a prompt gets, and which one is dropped."""
+"""The prefix cache: which prefix a prompt reuses, and which one is evicted."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ PLACES = 4
 
 
 def prefix(*places, mark=0.0):
-    """A prefix whose layers have caches of so many places, filled with `mark`."""
+    """Returns a prefix with one cache per layer, of the lengths `places`, filled with `mark`."""
     one = jnp.zeros(1, jnp.int32)
     sequences = Sequences(one, one, one, one == 0, jnp.zeros((1, 2), jnp.uint32), settings(Sampling(), 1))
     return Prefix([jnp.full((1, 1, count, 2), mark) for count in places], sequences)
@@ -44,7 +44,7 @@ def test_a_prefix_that_was_used_is_dropped_last():
     for first in (10, 20, 30):
         cache.put(row(first, 1), prefix(PLACES, mark=first))
     cache.get(row(10, 1, 2))
-    cache.put(row(20, 1), prefix(PLACES, mark=99))  # known already: used, and not replaced
+    cache.put(row(20, 1), prefix(PLACES, mark=99))  # already cached: counts as used, and is not replaced
     dropped = []
     for new in (40, 50, 60):
         cache.put(row(new, 1), prefix(PLACES, mark=new))

@@ -1,4 +1,4 @@
-"""The cache in 8 bits: its bytes, how far logits and losses move, and that the division of a text moves nothing."""
+"""The 8-bit cache: its bytes, the change of logits and losses, and that splitting a text changes nothing."""
 
 import dataclasses
 import functools
@@ -59,7 +59,7 @@ def test_values_take_a_byte_and_each_token_or_each_of_its_heads_a_scale(kind, fo
         if PLACES not in names:
             expected.append((names, array.shape, jnp.float32))
             continue
-        alone = "dkv" in form.split(", ") and array.ndim == 5  # latents have no heads
+        alone = "dkv" in form.split(", ") and array.ndim == 5  # latents have no heads axis
         stored = jnp.int8 if "int8" in form else jnp.float8_e4m3fn
         kept = 4 if alone else 3
         scale = array.shape[:kept] + (1,) * (array.ndim - kept)
@@ -76,13 +76,13 @@ def test_values_take_a_byte_and_each_token_or_each_of_its_heads_a_scale(kind, fo
 
 @functools.cache
 def logits_of(kind, form):
-    """Logits of a row [length, vocab]: without a cache; with one, in one call and in parts; and those of the last part
-    if its cache had the scales of another head."""
+    """Returns the logits [length, vocab] of one row without a cache; with a cache, in one call and in parts; and those
+    of the last part after the scales of the heads were rotated (None except for FAULTY). Also returns the tokens."""
     config = config_of(kind, form)
     model = make_model(config)
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (1, LENGTH)).astype(np.int32)
 
-    # Large enough that scores are sharp and what a token sees makes a difference.
+    # Large enough that scores are sharp and the result depends on the context.
     draw = np.random.default_rng(1)
     params, rest = jax.tree.map(lambda it: draw.normal(scale=0.5, size=it.shape).astype(it.dtype), model.abstract)
 
@@ -120,9 +120,9 @@ def loss(logits, tokens):
 
 
 FAULTY = ("heads", "int8, dkv")
-# Where parts end. A ring is read in another way if more than one token follows.
+# The ends of the parts. A ring is read differently if several tokens follow.
 ENDS = {"heads": (0, 7, LENGTH), "window": (0, 5, 11, LENGTH), "latents": (0, 7, LENGTH)}
-# The share of the logits that quantization changes: what was found, and half as much again for other processors.
+# Upper bounds of the relative change of the logits: the measured change and a margin of half for other processors.
 CASES = {
     FAULTY: 0.0075,
     ("window", "fp8, heads_and_dkv"): 0.054,
@@ -137,7 +137,7 @@ def test_logits_and_loss_are_near_and_the_division_of_a_text_changes_nothing(cas
     changed = np.linalg.norm(parts - exact) / size
     assert CASES[case] / 10 < changed < CASES[case]
     assert abs(loss(parts, tokens) - loss(exact, tokens)) < 0.003
-    # Sums in another order may move a value across the middle between two steps; seen: 5e-7.
+    # Sums in another order may move a value across a rounding boundary; measured: 5e-7.
     assert np.linalg.norm(parts - whole) < changed / 10 * size
     if case == FAULTY:
         last = exact[-len(faulty) :]
@@ -146,7 +146,7 @@ def test_logits_and_loss_are_near_and_the_division_of_a_text_changes_nothing(cas
 
 @pytest.mark.rest(covered_by="the same on one device; unit/inference/test_engine.py on eight")
 def test_on_eight_devices_chunks_kept_prefixes_and_packed_prompts_give_what_a_whole_row_gives():
-    """Each token that the engine draws is the likeliest one after one call with the whole text before it."""
+    """Each token that the engine draws is the likeliest after one call on the whole text before it."""
     axes = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
     keys = FORMATS["int8, dkv"] | {"max_target_length": 24, "return_log_prob": True}
     parts = {"use_chunked_prefill": True, "prefill_chunk_size": 5, "enable_prefix_caching": True}
@@ -168,7 +168,7 @@ def test_on_eight_devices_chunks_kept_prefixes_and_packed_prompts_give_what_a_wh
         row = np.zeros((1, 24), np.int32)
         row[0, : len(tokens)] = tokens
         likeliest = whole(row)[len(tokens) - 1]
-        # The same sums in another order, and values that this moves across the middle between two steps.
+        # Sums in another order, which may move values across a rounding boundary.
         np.testing.assert_allclose(likeliest[int(drawn[0])], drawn[1], rtol=1e-3)
         np.testing.assert_allclose(likeliest.max(), drawn[1], rtol=1e-3)
 

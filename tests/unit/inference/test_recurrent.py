@@ -1,4 +1,4 @@
-"""The engine of a model with recurrent layers against full forward passes: its slots hold a state of constant size."""
+"""The engine with a recurrent model against full forward passes. The recurrent state of a slot has a constant size."""
 
 import functools
 
@@ -21,7 +21,7 @@ KEYS = {
     **{"use_chunked_prefill": True, "prefill_chunk_size": 5, "enable_prefix_caching": True},
     "prefix_caching_hbm_byte": 10**6,
 }
-# Sums in another order, in float32; log-probabilities are of the order of 10.
+# Float32 sums in another order; log-probabilities are of the order of 10.
 ROUNDING = 2e-5
 PROMPTS = {"short": [5, 0, 17], "long": list(range(1, 34)), "one": [9], "full": [3] * (LENGTH - 1), "two": [7, 8] * 8}
 LAYERS = ("layers_0", "layers_1")
@@ -29,7 +29,7 @@ LAYERS = ("layers_0", "layers_1")
 
 @functools.cache
 def made():
-    """An engine, its variables, and the function of a forward pass without a cache."""
+    """Returns an engine, its variables, and a forward pass without a cache."""
     config = tiny_config("nnx", per_device_batch_size=SLOTS, **KEYS)
     params, rest = random_variables(model_of(config))
     layers = params["decoder"]["layers"]
@@ -55,7 +55,7 @@ def made():
 
 
 def check_greedy(prompt, drawn):
-    """Every token is the likeliest after those before it, with its log-probability."""
+    """Checks that each token is the likeliest after its predecessors, and its log-probability."""
     tokens = list(prompt)
     assert drawn
     for token, log_prob in drawn:
@@ -76,7 +76,7 @@ def texts_of(scheduler, numbers):
 
 
 def test_slots_that_are_used_again_get_the_tokens_of_full_forward_passes():
-    """Prompts in chunks, more requests than slots, and one that is cancelled while others run."""
+    """Prompts are prefilled in chunks, there are more requests than slots, and one is cancelled while others run."""
     engine, params, _ = made()
     scheduler = Scheduler(engine, params)
     cancelled = scheduler.submit([11, 12, 13, 14], sampling=Sampling(0.0))
@@ -108,7 +108,7 @@ def test_a_prefix_is_used_again_only_if_all_of_it_is_common():
 
 
 def test_packed_prompts_are_those_given_alone():
-    """Each begins with an empty state, and its own state reaches its slot."""
+    """Each prompt begins with an empty state, and its final state reaches its slot."""
     engine, params, _ = made()
     prompts = [[5, 0, 17, 2, 40, 3], [4, 4, 8, 1, 60, 2, 33]]
     prefix, result = engine.prefill_concat(params, *engine.packed(prompts), sampling=Sampling(0.0))

@@ -1,5 +1,4 @@
-"""How tokens are drawn: histograms against the distribution that each strategy defines, and the formula over all tokens
-row by row."""
+"""Sampling: histograms against the distribution of each strategy, and candidates against a full sort of each row."""
 
 import functools
 import itertools
@@ -22,13 +21,13 @@ KEYS = {
     "nucleus": {"decode_sampling_temperature": 1.3, "decode_sampling_nucleus_p": 0.7},
     "composite": {"decode_sampling_temperature": 1.0, "decode_sampling_top_k": 3, "decode_sampling_nucleus_p": 0.8},
 }
-# Tokens by falling probability: 0, 5, 1, then 2 and 3, equally likely; softmax: 0.40, 0.24, 0.15, 0.09, 0.09, ...
+# Tokens by decreasing probability: 0, 5, 1, then 2 and 3 (equal). Softmax: 0.40, 0.24, 0.15, 0.09, 0.09, ...
 KEPT = {"greedy": [0], "weighted": range(7), "topk": [0, 5, 1, 2], "nucleus": [0, 5, 1], "composite": [0, 5, 1]}
-# Of the top three, 0 and 5 have 0.81 of the probability.
+# Among the top three, tokens 0 and 5 have 0.81 of the probability.
 KEPT["composite"] = [0, 5]
 
 
-# One program for each shape; only the test of what is computed traces it anew.
+# Compiled once per shape; only the test that inspects the computation traces it again.
 draw = jax.jit(drawing.draw)
 
 
@@ -44,7 +43,7 @@ def settings(strategy):
 
 @functools.cache
 def drawn():
-    """Draws of all strategies in one batch: rows of [strategies, DRAWS]."""
+    """Returns draws of all strategies, made in one batch: [strategies, DRAWS]."""
     rows = [settings(strategy) for strategy in KEYS]
     types = np.float32, np.int32, np.float32
     columns = zip(zip(*rows, strict=True), types, strict=True)
@@ -65,7 +64,7 @@ def test_tokens_have_the_probabilities_of_the_strategy(strategy):
     expected = weights / weights.sum()
     found = np.bincount(tokens, minlength=LOGITS.size) / DRAWS
     assert set(np.flatnonzero(found)) == set(kept)
-    # Five standard deviations of a share.
+    # Five standard deviations of a frequency.
     np.testing.assert_array_less(np.abs(found - expected), 5 * np.sqrt(0.25 / DRAWS))
 
 
@@ -91,7 +90,7 @@ def test_keys_of_seeds_samples_and_positions_differ():
 
 
 def test_a_nucleus_ends_with_the_token_that_reaches_its_probability():
-    """Four equally likely tokens: their probabilities and sums are exact in float32."""
+    """Four equally likely tokens, so that probabilities and their sums are exact in float32."""
     count, nuclei = 64, {0.25: 1, 0.375: 2, 0.5: 2, 0.75: 3, 0.875: 4}
     rows = count * len(nuclei)
     keys = keys_of(np.stack([np.zeros(rows, int), np.arange(rows)], axis=1))
@@ -102,7 +101,7 @@ def test_a_nucleus_ends_with_the_token_that_reaches_its_probability():
 
 
 def definition_of_kept(logits, top_k, nucleus_p):
-    """Sorts the vocabulary."""
+    """The definition, by sorting the vocabulary."""
     order = jnp.argsort(logits, axis=-1, descending=True, stable=True)
     ranked = jnp.take_along_axis(logits, order, axis=-1)
     within = (top_k[:, None] == 0) | (jnp.arange(logits.shape[-1]) < top_k[:, None])
@@ -114,8 +113,8 @@ def definition_of_kept(logits, top_k, nucleus_p):
 
 @jax.jit
 def definition(logits, sampling, keys, position):
-    """Draws noise for every token of every row, as `draw` did before it looked at candidates. Returns the tokens, and
-    which ones may be drawn."""
+    """Draws noise for every token of every row, without candidates. Returns the tokens, and a mask of the tokens that
+    may be drawn."""
     kept = definition_of_kept(logits, sampling.top_k, sampling.nucleus_p)
     chosen = jnp.where(kept, logits, -jnp.inf)
     scaled = chosen / jnp.where(sampling.temperature > 0, sampling.temperature, 1)[:, None]
@@ -125,15 +124,15 @@ def definition(logits, sampling, keys, position):
 
 @jax.jit
 def sets_of(logits, sampling):
-    """Returns which tokens are kept, [b, v]; the candidates, which of them are kept, [b, n], and whether no others
-    are."""
+    """Returns the mask of kept tokens [b, v], the candidates and the mask of kept candidates [b, n], and whether the
+    candidates contain all kept tokens [b]."""
     how = sampling.top_k, sampling.nucleus_p
     ranked, candidates = jax.lax.top_k(jnp.where(logits == 0, 0, logits), min(CANDIDATES, logits.shape[-1]))
     return drawing._kept(logits, *how), candidates, *drawing._kept_of_candidates(ranked, logits, *how)
 
 
 def rows_of_settings(count, size, seed):
-    """Probabilities of nuclei are no sums of equal shares: there the last bit of a sum decides."""
+    """No nucleus probability is a sum of equal shares, because the last bit of the sum would decide such a case."""
     random = np.random.default_rng(seed)
     top_k = [0, 0, 1, 2, 50, CANDIDATES, CANDIDATES + 1, size - 1, size, size + 5, 2**31 - 1]
     sampling = Sampling(

@@ -1,4 +1,4 @@
-"""Through the cache against full forward passes: what a block's attention is told other than its inputs."""
+"""Decoding through the cache against full forward passes, with windows, soft caps, head norms and YaRN."""
 
 import functools
 
@@ -30,13 +30,14 @@ VARIANTS = {
 
 @functools.cache
 def logits_of(variant):
-    """Logits of one row, [length, vocab] twice: through the cache, three tokens and then one by one; and without it."""
+    """Returns the logits of one row [length, vocab] twice: through the cache (three tokens, then one by one), and
+    without it."""
     config = tiny_config("nnx", **MODEL, **{"attention": "dot_product"} | VARIANTS[variant])
     model = make_model(config)
     tokens = np.random.default_rng(0).integers(0, VOCABULARY, (1, LENGTH)).astype(np.int32)
 
     params, _ = random_variables(model)
-    # Sharper scores, so that what a token sees makes a difference.
+    # Sharper scores make the result depend on the context.
     params["decoder"]["layers"]["self_attention"]["query"]["kernel"] *= 10
 
     def both(params):
@@ -50,7 +51,7 @@ def logits_of(variant):
             token = jax.lax.dynamic_slice(tokens, (0, position), (1, 1))
             return logits(token, position[None, None], cache, jnp.ones_like(token))
 
-        # Padding claims the first place, as it does in a batch: it must not be written there.
+        # As in a batch, padding has position 0, but must not be written there.
         real = jnp.arange(LENGTH)[None] < 3
         positions = jnp.where(real, jnp.arange(LENGTH)[None], 0)
         cache, first = logits(tokens, positions, init_cache(config, 1, LENGTH), real.astype(jnp.int32))
@@ -64,7 +65,7 @@ def logits_of(variant):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_through_the_cache_the_logits_are_those_of_the_whole_row(variant):
     alone, together = logits_of(variant)
-    # The same sums in another order, in float32; logits are of the order of 1.
+    # Float32 sums in another order; logits are of the order of 1.
     np.testing.assert_allclose(alone, together, atol=1e-5)
 
 

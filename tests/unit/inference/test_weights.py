@@ -1,4 +1,4 @@
-"""What a decode step reads: each layer's arrays by themselves, or stacks."""
+"""The weights of a decode step: separate arrays for each layer, or stacks."""
 
 import functools
 
@@ -54,7 +54,7 @@ def expected(kind, combination="nnx"):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_there_and_back_no_bit_changes(kind):
-    """Arrays of NumPy are cut on the host, others on their devices."""
+    """NumPy arrays are split on the host, others on their devices."""
     for devices, mesh in ((1, {}), (8, MESH)):
         engine = engine_of(devices=devices, **KINDS[kind], **mesh)
         variables = sharp(kind)
@@ -79,7 +79,7 @@ def _is_layers(it):
     covered_by="the loop with adapters; unit/models/test_families.py",
     cases=("two stacks, latents, experts", "two blocks in turn"),
 )
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "heads"])  # adapters are beside heads
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "heads"])  # "adapters" covers "heads"
 def test_text_does_not_depend_on_the_loop(kind, monkeypatch):
     assert len({token for row in expected(kind) for token in row}) > 1
     monkeypatch.setattr("trainer.inference.served.decoding_loop", lambda config, platform: True)
@@ -90,7 +90,7 @@ def test_text_does_not_depend_on_the_loop(kind, monkeypatch):
 
 @pytest.mark.parametrize("combination", ALL_COMBINATIONS)
 def test_a_step_copies_neither_weights_nor_stacks_in_any_combination(combination):
-    """With stacked arrays, each layer's weights and cache were copied: more than all weights of the layers."""
+    """With stacked arrays, the step copied each layer's weights and cache: more than all weights of the layers."""
     engine, unrolled = (engine_of(combination, **WIDE, scan_layers=scan) for scan in (True, False))
     assert engine.config == unrolled.config, "so their programs are the same"
     params, _ = engine.parts()["parameters"]
@@ -136,10 +136,10 @@ def test_stacked_variables_serve_with_a_warning_and_other_ones_are_refused():
     engine = engine_of(**KINDS["adapters"])
     how, variables = {"sampling": Sampling(0.0)}, sharp("adapters")
     _, expected = engine.prefill(engine.hold(*variables), engine.padded([1]), 1, **how)
-    with pytest.warns(UserWarning, match="Engine.hold returns faster ones"):
+    with pytest.warns(UserWarning, match="convert them with Engine.hold"):
         _, found = engine.prefill(variables, engine.padded([1]), 1, **how)
     assert found.tokens == expected.tokens
-    with pytest.raises(ValueError, match="params are of another model: give what hold or load_params returned"):
+    with pytest.raises(ValueError, match="params are of another model: pass the result of hold or load_params"):
         engine.prefill((variables[0], {"other": variables[1]}), engine.padded([1]), 1, **how)
 
 

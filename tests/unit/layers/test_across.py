@@ -1,4 +1,4 @@
-"""Context parallelism: every strategy computes the attention of one device, forward and backward."""
+"""Context parallelism: every strategy computes what one device computes, forward and backward."""
 
 import functools
 import itertools
@@ -20,7 +20,7 @@ from trainer.products.context import Context
 from trainer.sharding import on_mesh
 
 B, T, D, V = 2, 32, 8, 4
-FAR = 256  # the tokens of a row with splash, 128 on each of two devices
+FAR = 256  # length of a row with splash: 128 tokens on each of two devices
 LENGTHS = ("activation_length", "activation_q_length", "activation_kv_length")
 RULES = {
     "activation_batch": ("data",),
@@ -46,7 +46,7 @@ def mesh_of(**sizes):
 
 
 def batch(heads=8, kv_heads=4, dtype=jnp.float32, length=T):
-    """Rows of three documents and padding; the second row has other ends."""
+    """Returns rows of three documents and padding. The documents end at different indices in the two rows."""
     rng = np.random.default_rng(0)
     position, segment = np.zeros((B, length), int), np.zeros((B, length), int)
     for row, ends in enumerate(((5, 16, 30), (11, 12, 32))):
@@ -65,7 +65,7 @@ def batch(heads=8, kv_heads=4, dtype=jnp.float32, length=T):
 
 
 def results(arrays, scores, sinks=None):
-    """Returns the result of attention, and the gradients of a weighted sum of it."""
+    """Returns the attention output, and the gradients of a weighted sum of it."""
     mask = Mask(arrays["position"], arrays["position"], arrays["segment"], arrays["segment"])
     key = seed_key(3) if scores.dropout_rate else None
     context = Context(arrays["position"], arrays["segment"], np.arange(B, dtype=np.int32), key)
@@ -84,7 +84,7 @@ def results(arrays, scores, sinks=None):
 
 
 def settings_of(variant, heads=8):
-    """Returns the settings of `Scores`, and the sinks of each head or None."""
+    """Returns the settings of `Scores`, and one sink per head or None."""
     settings = dict(VARIANTS[variant])
     return settings, np.linspace(-1, 2, heads, dtype=np.float32) if settings.pop("sinks", False) else None
 
@@ -103,7 +103,7 @@ def close(found, expected, tolerance):
 
 
 def both_ways(strategy, op, variant, ordered="", n=4, sizes=None, **given):
-    """Returns the results on a mesh, in the order of the row, and those on one device."""
+    """Returns the results on a mesh, restored to the original order, and those on one device."""
     settings, sinks = settings_of(variant, given.get("heads", 8))
     arrays = batch(**given)
     placed = reorder(arrays, n, ordered) if ordered else arrays
@@ -114,7 +114,8 @@ def both_ways(strategy, op, variant, ordered="", n=4, sizes=None, **given):
     return found, on_one_device(variant, **given)
 
 
-# A dropout mask belongs to places, so an order would change it. ops/test_ring.py has windows without an order.
+# A dropout mask depends on the index in the row, so reordering would change it. ops/test_ring.py tests windows without
+# reordering.
 ORDERED = [("window, soft cap", "dual_chunk_swap"), ("window, soft cap", "striped"), ("chunks, sinks, dropout", "")]
 UNORDERED = [("window, soft cap", ""), ("chunks, sinks, dropout", "")]
 
@@ -125,12 +126,11 @@ UNORDERED = [("window, soft cap", ""), ("chunks, sinks, dropout", "")]
     + [(strategy, *it) for strategy in ("ulysses", "usp") for it in UNORDERED],
 )
 def test_it_is_the_attention_of_one_device(strategy, variant, ordered):
-    """Whatever the order of the tokens."""
     close(*both_ways(strategy, "blockwise", variant, ordered), 1e-5)
 
 
 def test_bfloat16():
-    """The sums are float32, but queries, keys and weights have 8 bits: 2^-7 of the largest entry."""
+    """Sums are float32, but queries, keys and weights have 8 significant bits: 2^-7 of the largest entry."""
     for strategy in SPLIT:
         close(*both_ways(strategy, "blockwise", "plain", dtype=jnp.bfloat16), 2**-7)
 
@@ -145,14 +145,14 @@ def test_heads_of_keys_are_repeated_where_there_are_fewer_than_devices(heads, kv
     ("strategy", "ordered"), [("all_gather", "dual_chunk_swap"), ("all_gather", "striped"), ("ulysses", "")]
 )
 def test_splash(strategy, ordered, monkeypatch):
-    """In Pallas's interpreter."""
+    """Runs in Pallas's interpreter."""
     monkeypatch.setitem(OPS, "splash", functools.partial(splash_attention, interpret=True))
     how = {"sizes": {"context": 2, "tensor": 1}, "heads": 2, "kv_heads": 2, "length": FAR}
     close(*both_ways(strategy, "splash", "long chunks, sinks", ordered, 2, **how), 1e-5)
 
 
 def test_between_processes_on_cpus_all_arrays_pass_as_one(monkeypatch):
-    """Gloo mixes up the data of several permutes at a time: losses were wrong, in another way in each run."""
+    """Gloo mixes up the data of concurrent permutes: losses were wrong, and differed between runs."""
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     for dtype, tolerance in ((jnp.float32, 1e-5), (jnp.bfloat16, 2**-7)):
         close(*both_ways("ring", "blockwise", "plain", "striped", dtype=dtype), tolerance)
@@ -179,7 +179,7 @@ def test_the_largest_logits(when, ordered):
 
 
 def wires(strategy, heads, kv_heads, dtype="f32"):
-    """Returns the collectives of a forward pass with four devices of one row."""
+    """Returns the collectives of a forward pass that splits each row over four devices."""
     arrays, mesh = batch(heads, kv_heads), mesh_of(tensor=1)
     scores = Scores("blockwise", across=Across(strategy))
     mask = Mask(arrays["position"], arrays["position"], arrays["segment"], arrays["segment"])
@@ -192,7 +192,7 @@ def wires(strategy, heads, kv_heads, dtype="f32"):
 
 
 def test_what_a_forward_pass_sends():
-    """In elements per device, for keys and values of D and V entries; positions and segments come on top."""
+    """Counts elements per device, for keys of width D and values of width V, without positions and segments."""
     n, bytes_each = 4, 4
     ring = wires("ring", 8, 4)
     assert {it.kind for it in ring} == {"collective-permute"}

@@ -1,4 +1,4 @@
-"""Low-rank adapters of single products: values, gradients, and what is added to a matrix."""
+"""Low-rank adapters of single products: values, gradients, and the update merged into a matrix."""
 
 import functools
 
@@ -88,13 +88,14 @@ def test_sorted_rows_of_experts():
 
 
 def test_gradients_in_closed_form():
-    """Of sum(g y) with y = x W + s x a b, they are s x^T g b^T of a, s (x a)^T g of b, and g (W + s a b)^T of x."""
+    """For sum(g y) with y = x W + s x a b, the gradients are s x^T g b^T for a, s (x a)^T g for b, and g (W + s a b)^T
+    for x."""
     made, (x, weights) = adapted(DENSE), inputs(DENSE)
     a, b = made.lora_a.get_value(), made.lora_b.get_value()
     g = normal(7, 5, seed=4)
 
     def loss(a, b, x):
-        here = adapted(DENSE)  # a trace changes only variables of its own
+        here = adapted(DENSE)  # a trace may change only variables created inside it
         here.lora_a.set_value(a)
         here.lora_b.set_value(b)
         return jnp.sum(g * here(x, 2, weights))

@@ -1,4 +1,4 @@
-"""The attention layer with kernels that run per device: on a mesh and without one, compared with the reference op."""
+"""The attention layer with per-device kernels, on a mesh and without one, against the reference op."""
 
 import functools
 
@@ -28,7 +28,7 @@ HERE = {
 
 
 def results(op, dtype, mask, **how):
-    """Returns the output, and the gradient of its weighted sum with respect to each parameter and the input."""
+    """Returns the output, and the gradients of its weighted sum with respect to each parameter and the input."""
     sizes = {"heads": 4, "kv_heads": 2, "head_dim": 64, "rope": Rope(1, 10000), "window": 50}
     dtypes = {"dtype": jnp.dtype(dtype), "weight_dtype": jnp.dtype("float32")}
     layer = drawn(lambda: attention.Attention(24, op=op, **sizes, **how, **dtypes, rngs=nnx.Rngs(0)))

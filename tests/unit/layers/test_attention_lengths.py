@@ -1,4 +1,4 @@
-"""Queries and keys have separate logical length axes: each can be sharded without the other."""
+"""Queries and keys have separate logical length axes, which can be sharded independently."""
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,7 @@ def test_attention_is_the_same_with_either_length_sharded(op, sharded):
     with on_mesh(mesh, RULES | {sharded: ("tensor",)}):
         program = jax.jit(jax.value_and_grad(loss)).lower(params, x)
         found, text = program.compile()(params, x), program.as_text()
-    # With two key-value heads and no rule for heads, an axis of 4 shards can only be that length.
+    # With two key-value heads and no rule for heads, only the length axis can have 4 shards.
     assert '{"tensor"}' in text
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)  # sums in another order
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)  # summed in another order

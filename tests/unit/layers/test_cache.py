@@ -1,4 +1,4 @@
-"""Caches of a stack: what a write changes, and that a loop over tokens updates them in place."""
+"""The caches of a stack: what a write changes, and that a loop over tokens updates the caches in place."""
 
 import dataclasses
 import functools
@@ -46,7 +46,7 @@ def test_a_write_changes_its_places_in_one_layer_and_padding_writes_nothing():
 
 
 def test_a_ring_keeps_the_last_positions_of_each_text_and_packed_texts_go_to_their_rows():
-    """Two texts of four and six positions in one row, in a cache of three places; padding in between."""
+    """Two texts of four and six positions in one row, with padding between them. The cache has three slots per text."""
     positions = np.array([[0, 1, 2, 3, 0, 0, 1, 2, 3, 4, 5]])
     segments = np.array([[1, 1, 1, 1, 0, 2, 2, 2, 2, 2, 2]])
     new = np.arange(11, dtype=np.float32)[None, :, None]
@@ -60,7 +60,7 @@ def test_a_ring_keeps_the_last_positions_of_each_text_and_packed_texts_go_to_the
 
 
 def test_no_place_of_a_ring_is_written_twice():
-    """Which of two writes to one place remains is undefined, so the order of the tokens must not matter."""
+    """The result of two writes to one slot is undefined, so the order of the tokens must not matter."""
 
     @jax.jit
     def written(positions):
@@ -75,7 +75,8 @@ def test_no_place_of_a_ring_is_written_twice():
 
 @pytest.mark.parametrize("filled", [False, True])
 def test_the_op_is_that_of_training_until_there_are_earlier_positions(filled, monkeypatch):
-    """A kernel fills the cache; what reads it is the reference op, with keys that are not where their queries are."""
+    """A kernel computes the attention that fills the cache. Reading from it needs the reference op, because keys and
+    queries have different indices."""
     calls = []
 
     def op(name, query, key, value, mask, dropout, **settings):
@@ -104,7 +105,7 @@ def test_the_op_is_that_of_training_until_there_are_earlier_positions(filled, mo
 
 @pytest.mark.parametrize("scan", [True, False])
 def test_a_loop_over_tokens_updates_its_caches_in_place(scan):
-    """In the compiled loop nothing of a cache's size is made but the updated cache: no copy, no concatenation."""
+    """In the compiled loop, only the cache updates produce an array of the cache's size: no copy, no concatenation."""
     config = tiny_config("nnx", base_num_decoder_layers=LAYERS, scan_layers=scan, max_target_length=LONG)
     model = make_model(config)
     params, rest = model.abstract
@@ -133,7 +134,8 @@ def test_a_loop_over_tokens_updates_its_caches_in_place(scan):
 
 @pytest.mark.parametrize("parts", [(17,), (4, 3, 1, 1, 6, 2), (1,) * 17])
 def test_attention_in_chunks_over_a_cache_equals_that_of_the_whole_text(parts):
-    """In a ring as long as a chunk, after prefills of several lengths and after single tokens; with a temperature."""
+    """The ring is as long as a chunk. Chunks follow prefills of several lengths and single tokens. Includes a
+    temperature."""
     dtypes = {"dtype": jnp.dtype("float32"), "weight_dtype": jnp.dtype("float32")}
     how = {"rope": Rope(1, 10000), "op": "blockwise", "window": 5, "temperature": Temperature(0.5, 3, first=1)}
     layer = Attention(8, heads=2, kv_heads=1, head_dim=4, chunked=True, **how, **dtypes, rngs=nnx.Rngs(0))

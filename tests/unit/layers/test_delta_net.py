@@ -1,4 +1,4 @@
-"""Gated DeltaNet: packed documents are those given alone, and the memory of its compiled step."""
+"""Gated DeltaNet: packed documents give the same results as separate ones; memory of the compiled step."""
 
 import functools
 
@@ -13,7 +13,7 @@ from trainer.layers.delta_net import GatedDeltaNet
 from trainer.products.context import Context
 
 WIDTH = 12
-DOCUMENTS = (1, 7, 2, 11)  # tokens; one is shorter than the convolution
+DOCUMENTS = (1, 7, 2, 11)  # tokens per document; one is shorter than the convolution
 PADDING = 3
 
 
@@ -24,12 +24,12 @@ def layer(chunk=4, heads=2):
         **{"key_heads": heads, "value_heads": 2 * heads, "key_dim": 4, "value_dim": 6, "conv": 4, "chunk": chunk},
         **{"epsilon": 1e-6, "dtype": jnp.dtype("float32"), "weight_dtype": jnp.dtype("float32"), "rngs": nnx.Rngs(0)},
     )
-    made.A_log.set_value(jnp.linspace(-4, 0, 2 * heads))  # a memory of many tokens
+    made.A_log.set_value(jnp.linspace(-4, 0, 2 * heads))  # slow decay: a memory of many tokens
     return made
 
 
 def context_of(lengths, padding=0):
-    """A row of documents, and padding at its end."""
+    """Returns the context of a row of documents with padding at its end."""
     positions = np.concatenate([np.arange(length) for length in lengths] + [np.zeros(padding, int)])
     segments = np.repeat(range(1, len(lengths) + 1), lengths)
     segments = np.concatenate([segments, np.zeros(padding, int)])
@@ -37,7 +37,7 @@ def context_of(lengths, padding=0):
 
 
 def inputs():
-    """Returns a packed row and the weights of its results. Padding has no weight."""
+    """Returns a packed row, and the weights of its outputs in the loss (0 for padding)."""
     count = sum(DOCUMENTS) + PADDING
     x, weights = (np.random.default_rng(seed).normal(size=(1, count, WIDTH)).astype(np.float32) for seed in (0, 1))
     return x, weights * (np.arange(count) < sum(DOCUMENTS))[None, :, None]
@@ -49,7 +49,7 @@ def loss(graphdef, state, x, context, weights):
 
 
 def results(x, weights, context):
-    """Results and gradients (of the parameters, and of x)."""
+    """Returns the outputs, and the gradients of the parameters and of x."""
     run = jax.jit(jax.value_and_grad(loss, argnums=(1, 2), has_aux=True), static_argnums=0)
     (_, out), (grads, of_x) = run(*nnx.split(layer()), x, context, weights)
     return out, grads, of_x
@@ -62,7 +62,7 @@ def packed():
 
 @functools.cache
 def alone():
-    """The results of the documents one by one, and the sums of their gradients of the parameters."""
+    """Returns the outputs of the documents one by one, the sum of their parameter gradients, and the gradients of x."""
     cuts = zip(*(np.split(it, np.cumsum(DOCUMENTS), axis=1) for it in inputs()), strict=True)
     found = [results(*cut, context=context_of([length])) for length, cut in zip(DOCUMENTS, cuts, strict=False)]
     out, grads, of_x = zip(*found, strict=True)
@@ -70,7 +70,7 @@ def alone():
 
 
 def off(found, expected):
-    """The largest difference, as a share of the largest entry of each array."""
+    """Returns the largest difference relative to the largest entry of its array."""
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
     return max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in pairs)
 
@@ -81,7 +81,7 @@ def test_packed_documents_are_those_given_alone():
 
 @pytest.mark.parametrize("part", ["convolution", "memory"])
 def test_without_a_reset_they_are_not(part, monkeypatch):
-    """The test above notices if either of the two crosses the start of a document."""
+    """Shows that the test above fails if the convolution or the memory crosses the start of a document."""
     expected = alone()
     if part == "convolution":
         conv = delta_net.short_conv

@@ -1,4 +1,4 @@
-"""Compares single layers with their formulas in NumPy."""
+"""Single layers against their formulas in NumPy."""
 
 import math
 import re
@@ -38,7 +38,7 @@ def double(x):
 
 
 def run(layer, *args):
-    """Calls the layer, as one program."""
+    """Calls the layer as one compiled program."""
     graph, state = nnx.split(layer)
     return jax.jit(lambda state: nnx.merge(graph, state)(*args))(state)
 
@@ -52,10 +52,10 @@ def test_dense_starts_with_variance_one_over_fan_in(in_shape, out_shape):
     assert kernel.shape == (*in_shape, *out_shape)
     assert kernel.get_metadata("out_sharding") == tuple(names)
     values = double(kernel[...])
-    # With 32768 draws, the variance of a normal sample is known to 0.8 %.
+    # 32768 draws determine the variance of a normal sample to 0.8 %.
     np.testing.assert_allclose(values.var() * 64, 1, rtol=0.03)
     assert abs(values.mean()) < 4 / math.sqrt(64 * values.size)
-    # Truncated at two standard deviations of the normal distribution. Its deviation is 1 / 0.8796 of the remaining one.
+    # The normal distribution is truncated at two standard deviations, which scales its deviation by 0.8796.
     assert 2.1 < np.abs(values).max() * 8 < 2 / 0.8796 + 1e-3
 
 
@@ -90,7 +90,7 @@ def test_dense_on_a_tpu_is_the_same_sum(monkeypatch, in_shape, out_shape):
     assert "reshape" in program
     assert "reshape" not in without_reshapes
     for a, b in zip(expected, found, strict=True):
-        np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-5)  # sums in another order
+        np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-5)  # summed in another order
 
 
 def test_dense_keeps_weights_and_activations_in_their_own_dtypes():
@@ -147,7 +147,7 @@ def context_of(row_b, key=None):
 
 
 def test_the_gradient_of_a_bias_is_a_sum_in_float32():
-    """A sum in bfloat16 is 1 % off with so many rows."""
+    """With this many rows, a bfloat16 sum is off by 1 %."""
     sizes = {"dtype": jnp.dtype("bfloat16"), "weight_dtype": jnp.dtype("float32")}
     layer = Dense([4], [3], ("embed", "mlp"), bias=True, rngs=nnx.Rngs(0), **sizes)
     graphdef, params = nnx.split(layer, nnx.Param)
@@ -193,7 +193,7 @@ def test_embedding_takes_rows_and_attends_to_them():
 
 
 def test_a_frequent_token_loses_nothing_of_its_gradient():
-    """4096 gradients around one: a bfloat16 sum would stop at 256."""
+    """4096 gradients near one: a bfloat16 sum would stop at 256."""
     layer = Embed(8, 16, dtype=jnp.bfloat16, weight_dtype=jnp.float32, rngs=nnx.Rngs(0))
     graph, state = nnx.split(layer)
     id_bt = np.zeros((2, 2048), np.int32)
@@ -213,12 +213,12 @@ def test_a_frequent_token_loses_nothing_of_its_gradient():
 
 
 def test_ids_are_not_sorted_before_there_is_something_to_sum():
-    """A TPU's compiler sorts ids for the sum. They depend only on `id_bt`, so it would sort early and hold the
-    result."""
+    """A TPU's compiler sorts the ids for the sum. They depend only on `id_bt`, so without a barrier it would sort early
+    and keep the result in memory."""
     layer = Embed(8, 16, rngs=nnx.Rngs(0), **FLOAT32)
     graph, state = nnx.split(layer)
     gradient = jax.grad(lambda state, ids: nnx.merge(graph, state)(ids).sum())
     before, _ = str(jax.make_jaxpr(gradient)(state, jnp.zeros(4, int))).split("scatter-add")
     held = re.search(r"(\w+):i32\[4\] \w+:f32\[4,16\] = optimization_barrier", before)
     assert held
-    assert f" {held[1]} " in before[held.end() :]  # the indices of the sum are computed from the result of the barrier
+    assert f" {held[1]} " in before[held.end() :]  # the indices of the sum depend on the barrier

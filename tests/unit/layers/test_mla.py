@@ -1,4 +1,4 @@
-"""Multi-head latent attention: against NumPy in float64, on a cache of latents, and as QK-Clip scales it."""
+"""Multi-head latent attention: against NumPy in float64, with a cache of latents, and with QK-Clip."""
 
 import functools
 import math
@@ -41,13 +41,14 @@ def context(positions=POSITIONS, segments=SEGMENTS):
 
 
 def run(layer):
-    """What it returns for `tokens`, and what it sows."""
+    """Returns the layer's result for `tokens`, and the values it sows."""
     graph, state = nnx.split(layer)
     return jax.jit(lambda state: capture(nnx.merge(graph, state), (MaxLogit,))(tokens(), None, context()))(state)
 
 
 def by_hand(layer, x):
-    """The formulas of the paper, one query at a time, with pairs turned as complex numbers: out, largest logits [h]."""
+    """The paper's formulas, one query at a time, with RoPE by complex numbers: returns the output and the largest
+    logits [h]."""
     double = functools.partial(np.asarray, dtype=np.float64)
     weights = {name: double(leaf) for name, leaf in flat(nnx.state(layer, nnx.Param)).items()}
 
@@ -97,7 +98,7 @@ def test_it_equals_numpy(q_rank):
 
 
 def test_halves_are_pairs_with_permuted_weights():
-    """Hugging Face's other layout: (x[i], x[i + d / 2]) turn together, of columns that are ordered so."""
+    """Hugging Face's other layout rotates (x[i], x[i + d / 2]) together; the columns are reordered accordingly."""
     pairs, halves = make(0), make(0, rope=YARN._replace(interleave=False))
     order = np.r_[0:ROPE:2, 1:ROPE:2]
     query, latents = np.asarray(pairs.query.kernel[...]), np.asarray(pairs.wkv_a.kernel[...])
@@ -110,7 +111,8 @@ def test_halves_are_pairs_with_permuted_weights():
 
 @pytest.mark.parametrize("how", ["absorbed", "whole"])
 def test_a_cache_of_latents_gives_what_a_whole_row_gives(how):
-    """With the plain product, queries come to the latents; with another one, each head's keys and values are made."""
+    """With the plain product, queries are projected to the latents ("absorbed"). Another product needs each head's keys
+    and values ("whole")."""
     layer = make()
     if how == "whole":
         layer.wkv_b.product = lambda *args: product(*args)
@@ -149,7 +151,7 @@ def test_qk_clip_scales_each_heads_logits_and_leaves_the_shared_key(q_rank):
     np.testing.assert_array_equal(after["wkv_b"]["kernel"][..., NOPE:], before["wkv_b"]["kernel"][..., NOPE:])
     nnx.replace_by_pure_dict(state, after)
     (_, found), (_, expected) = run(nnx.merge(graph, state)), run(layer)
-    # Every logit of head h is multiplied by eta_h, so its largest one is.
+    # Every logit of head h is multiplied by eta_h, and therefore the largest logit is, too.
     np.testing.assert_allclose(
         found["MaxLogit"]["max_logit"], eta * np.asarray(expected["MaxLogit"]["max_logit"]), rtol=2e-6
     )

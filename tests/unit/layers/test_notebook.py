@@ -1,4 +1,4 @@
-"""A block works by itself, without a mesh, a backend or NNX settings."""
+"""A block works by itself: it needs no mesh, backend or NNX settings."""
 
 import jax
 import numpy as np

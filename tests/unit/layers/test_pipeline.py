@@ -1,4 +1,4 @@
-"""A stack in a pipeline computes what its layers compute one after the other, in the schedule of the docstring."""
+"""A pipelined stack computes the same as its layers in sequence, with the schedule in the module's docstring."""
 
 import functools
 
@@ -16,25 +16,25 @@ from trainer.layers.stack import Stack
 from trainer.products.context import Context
 
 LAYERS, ROWS, LENGTH, WIDTH = 8, 16, 2, 4
-FIRST = 3  # the number of the stack's first layer in its model
+FIRST = 3  # index of the stack's first layer in the model
 
 
 class Rows(SownValue):
-    """The rows that a layer has. There is no `combine`, as for activations."""
+    """The rows that a layer receives. It has no `combine`, like activations."""
 
 
 class Key(SownValue):
-    """A layer's key in all microbatches, on axis 1."""
+    """A layer's key in every microbatch, on axis 1."""
 
     combine = staticmethod(lambda values, axis: values)
 
 
 class Number(Total):
-    """Which parameters a layer has."""
+    """The number of the parameters that a layer receives."""
 
 
-# (repeats, stages, layers of a stage, microbatches, delay), and other fields. With a delay of 2 a result waits in the
-# queue for M / S - 2 iterations, otherwise for M / S - 1.
+# (repeats, stages, layers per stage, microbatches, delay), and other fields. A result waits in the queue for M / S - 2
+# iterations with a delay of 2, otherwise for M / S - 1.
 PLANS = {
     "one repeat": Pipeline(1, 2, 4, 2),
     "one repeat, more microbatches": Pipeline(1, 4, 2, 8, scan_layers=True, remat_layers=True),
@@ -59,13 +59,13 @@ OTHERS_COVER_IT = pytest.mark.rest(
 
 
 def layer(params, rest, x, cache, context):
-    """Mixes features of a token, with its position; sows what shows where a bubble's iteration counts. Its gradient at
-    zeros, on which no stage may begin, is NaN."""
+    """Mixes the features of a token and its position. Sows values that reveal whether an iteration in a bubble is
+    counted. The gradient at zeros is NaN, so no stage may start on zeros."""
     del rest
     x = x / jnp.linalg.norm(x, axis=-1, keepdims=True)
     x = x + jnp.tanh(x @ params["weight"] + context.positions[..., None] * params["bias"])
     sown = {
-        # One for each call.
+        # Adds one per call.
         "Total": {"total": 1 + jnp.square(x - 5).sum()},
         "Maximum": {"maximum": (1 / (0.01 + jnp.square(x).mean((1, 2)))).max()},
         "Rows": {"rows": context.rows},
@@ -93,14 +93,14 @@ def inputs():
 
 
 def weighed(x, totals):
-    """Returns a number that depends on every entry of x, and on every layer's total."""
+    """Returns a number that depends on every entry of x and on every layer's total."""
     weights = np.random.default_rng(1).normal(size=x.shape).astype(np.float32)
     return (x * weights).sum() + 0.01 * (totals.reshape(-1) * np.arange(1.0, LAYERS + 1, dtype=np.float32)).sum()
 
 
 @functools.cache
 def one_after_the_other():
-    """Returns the loss, x, totals, maxima and outputs of layers that run on all rows, and gradients."""
+    """Runs the layers in sequence on all rows. Returns the loss; x, totals, maxima and outputs; and the gradients."""
 
     def run(params, x):
         totals, maxima, outputs = [], [], []
@@ -118,7 +118,7 @@ def one_after_the_other():
 
 
 def staged(plan, blocks=1, types=TYPES):
-    """Returns a function of (params [layers, ...], x), whose result is (x, sown)."""
+    """Returns a function of (params [layers, ...], x) that returns (x, sown)."""
     stack = Stack("layers", (layer,) * blocks, LAYERS // blocks, plan)
     policy = make_policy("full", {})
 
@@ -127,7 +127,7 @@ def staged(plan, blocks=1, types=TYPES):
         return result, {kind.__name__: sown.get(kind.__name__, {}) for kind in types}
 
     def run(params, x):
-        def of_block(b):  # layer i is block i mod blocks
+        def of_block(b):  # layer i runs block i mod blocks
             return jax.tree.map(lambda a: a[b::blocks].reshape(*plan.sizes, *a.shape[1:]), params)
 
         variables = [[of_block(b) for b in range(blocks)], [{}] * blocks]
@@ -140,7 +140,7 @@ def staged(plan, blocks=1, types=TYPES):
 
 @functools.cache
 def in_the_pipeline(plan):
-    """Returns the loss, x, what is sown by layer, and by iteration and stage, and gradients."""
+    """Returns the loss; x and the sown values by layer and by (iteration, stage); and the gradients."""
     by_layer = pipeline._of_layers
 
     def loss(params, x):
@@ -195,12 +195,12 @@ def test_every_microbatch_has_the_keys_of_its_layers(name):
 @OTHERS_COVER_IT
 @pytest.mark.parametrize("name", PLANS)
 def test_who_has_what_in_which_iteration(name):
-    """Microbatch m passes stage s for the r-th time in iteration r M + m + d s."""
+    """In its pass r, microbatch m is in stage s in iteration r M + m + d s."""
     plan = PLANS[name]
     (_, (_, _, by_iteration)), _ = in_the_pipeline(plan)
     numbers, rows = by_iteration["Number"], by_iteration["Rows"]
     assert len(numbers) == plan.iterations
-    # The rows of a microbatch: a part of each of the equal parts of the batch that are on the devices.
+    # A microbatch takes a share of each device's equal part of the batch.
     each = np.arange(ROWS).reshape(plan.stages, -1, plan.microbatches // plan.stages)
     busy = np.zeros((plan.iterations, plan.stages), int)
     for repeat in range(plan.repeats):

@@ -1,4 +1,4 @@
-"""Each remat policy saves and recomputes what its name says, and the memory of the scanned training step follows."""
+"""Each remat policy saves and recomputes what its name says, and memory follows in the scanned training step."""
 
 import functools
 
@@ -25,7 +25,7 @@ from trainer.training.build import build
 QKV = {"query_proj", "key_proj", "value_proj"}
 ATTENTION = QKV | {"out_proj"}
 HIDDEN = {"mlpwi_0", "mlpwi_1"}
-# The tensors that each policy saves of a gated block. mlpwo is never saved: the backward pass does not read it.
+# The tensors that each policy saves in a gated block. mlpwo is never saved: the backward pass does not read it.
 EXPECTED = {
     "full": set(),
     "minimal": ATTENTION | HIDDEN,
@@ -39,12 +39,13 @@ EXPECTED = {
     "minimal_offloaded": ATTENTION | HIDDEN,
 }
 SAME = {"minimal_flash": "minimal_with_context"}
-# These also keep the quantized operands of products; without quantization they are the same.
+# These policies also keep the quantized operands of products. Without quantization, they equal the policies they map
+# to.
 QUANTIZED = {
     "minimal_with_quantization": "minimal",
     "minimal_with_context_and_quantization": "minimal_with_context",
 }
-# Policies that give different programs, and how many of a block's nine products (seven with weights, scores, sum of
+# Policies with different programs, and how many of a block's nine products (seven with weights, the scores, the sum of
 # values) they recompute. mlpwo is never recomputed; the softmax weights are never saved.
 RECOMPUTED = {
     "full": 8,
@@ -79,7 +80,7 @@ WIDTH = {
     "mlpwi_1": 192,
 }
 DEPTHS = (4, 6)
-# One combination of each decoder stack. Another test shows that the others make the same programs.
+# One combination per decoder stack. Another test shows that the other combinations make the same programs.
 STACKS = tuple(dict.fromkeys((ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1])))
 
 
@@ -105,7 +106,7 @@ def test_the_warning_of_keys_without_effect_speaks_of_every_tensor():
 
 
 def loss_and_arguments(combination, **overrides):
-    """Returns the summed loss as a function of the parameters, and the parameters' shapes."""
+    """Returns the summed loss as a function of the parameters, and the shapes of the parameters."""
     config = tiny_config(combination, **{"attention": "dot_product"} | overrides)
     model = make_model(config)
     params, rest = model.abstract
@@ -115,7 +116,7 @@ def loss_and_arguments(combination, **overrides):
 
 @functools.cache
 def gradients(combination, **overrides):
-    """Returns the equations of the loss's gradients."""
+    """Returns the equations in the gradient of the loss."""
     loss, params = loss_and_arguments(combination, **overrides)
     return list(equations(jax.make_jaxpr(jax.grad(loss))(params).jaxpr))
 
@@ -125,8 +126,7 @@ def scans(found):
 
 
 def equations(jaxpr):
-    """Yields the equations of `jaxpr` on which its results depend: Flax's bridge also traces an unused
-    initialization."""
+    """Yields the live equations of `jaxpr`: Flax's bridge also traces an initialization that is not used."""
     live, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     for equation in live.eqns:
         yield equation
@@ -139,10 +139,10 @@ def alike(outside, inside):
 
 
 def kept(combination, **overrides):
-    """Returns what the scan over layers passes to each layer's backward pass: {name of the tensor: memory}."""
+    """Returns what the scan over layers saves for each layer's backward pass: {name of the tensor: memory}."""
     scan, _ = scans(gradients(combination, **overrides))
     body = scan.params["jaxpr"].jaxpr
-    # Constants and the carry have the same shape outside of the body. What is scanned has an axis more there.
+    # Constants and the carry have the same shape outside the body; scanned arrays have one axis more.
     carried = alike(scan.outvars, body.outvars)
     constants = alike(scan.invars, body.invars) - carried
     made_by = {variable: equation for equation in body.eqns for variable in equation.outvars}
@@ -164,7 +164,7 @@ def kept(combination, **overrides):
     return found
 
 
-# Both stacks apply the same policy. A few policies show this for the Linen stack.
+# Both stacks apply the same policies, so a few suffice for the Linen stack.
 SOME = ("full", "save_dot_with_context_except_mlp", "minimal_offloaded")
 
 
@@ -179,7 +179,7 @@ def test_a_policy_keeps_what_its_name_says_where_it_says(combination, policy):
 
 @pytest.mark.parametrize("combination", STACKS)
 def test_angles_of_positions_are_made_once_a_step(combination):
-    """They are not computed in each layer, and not again for its backward pass, even if nothing else is saved."""
+    """The angles are computed neither in each layer nor again in the backward pass, even if nothing else is saved."""
     found = gradients(combination, remat_policy="full")
     assert len(scans(found)) == 2
     inside = [inner for scan in scans(found) for inner in equations(scan.params["jaxpr"].jaxpr)]
@@ -201,7 +201,7 @@ def test_custom_keeps_one_tensor_alone(tensor):
 
 @pytest.mark.parametrize("first", range(3))
 def test_custom_chooses_for_each_tensor(first):
-    """In three tests, each tensor has each choice."""
+    """Over the three cases, each tensor gets each choice."""
     tensors = ["context", *sorted(ATTENTION | HIDDEN)]
     choices = {tensor: ("remat", *WHERE)[(first + i) % 3] for i, tensor in enumerate(tensors)}
     expected = {tensor: WHERE[choice] for tensor, choice in choices.items() if choice != "remat"}
@@ -238,9 +238,10 @@ def products(found):
     [(STACKS[0], *it) for it in COUNTED] + [(name, *it) for name in STACKS[1:] for it in COUNTED_AGAIN],
 )
 def test_a_policy_computes_again_what_it_does_not_keep(combination, policy, scan):
-    """Counts products in the gradient: two backward for each forward product, and the recomputed ones.
+    """Counts products in the gradient: two backward per forward product, and the recomputed ones.
 
-    A rolled loop contains the products of one layer, in the body of the scan. An unrolled loop contains both layers'.
+    A rolled loop contains one layer's products, in the body of the scan. An unrolled loop contains those of both
+    layers.
     """
     layers = 1 if scan else 2
     found = gradients(combination, remat_policy=policy, **({} if scan else {"scan_layers": False}))
@@ -279,8 +280,7 @@ def named_bytes(policy):
 @pytest.mark.rest(covered_by="the order of memory and FLOPs")
 @pytest.mark.parametrize("policy", ["save_dot_with_context_except_mlp", "minimal"])
 def test_a_layer_more_costs_the_bytes_that_its_policy_names(policy):
-    """Exactly, in the compiled step: the difference between two depths excludes memory that the step takes only
-    once."""
+    """The difference between two depths in the compiled step excludes memory that does not grow with depth."""
 
     def growth(policy):
         return temporaries(policy, DEPTHS[1]) - temporaries(policy, DEPTHS[0])
@@ -289,7 +289,8 @@ def test_a_layer_more_costs_the_bytes_that_its_policy_names(policy):
 
 
 def test_what_a_policy_would_save_is_estimated_from_the_step_of_another():
-    """The step that saves less has one layer's tensors, too. docs/benchmarks/remat.md has figures of TPUs and GPUs."""
+    """The step that saves less also holds one layer's tensors. docs/benchmarks/remat.md has measurements on TPUs and
+    GPUs."""
     run, _ = compiled("full", DEPTHS[0])
     sizes = recomputed(run.step.trace(*run.abstract_args()).jaxpr, "cpu")
     estimate = sum(sizes[name] for name in EXPECTED["minimal_with_context"])
@@ -303,7 +304,7 @@ def test_what_a_policy_would_save_is_estimated_from_the_step_of_another():
     ("policy", "kept_here"), [("qkv_proj_offloaded", "save_qkv_proj"), ("minimal_offloaded", "minimal")]
 )
 def test_on_cpu_offloading_saves_nothing(policy, kept_here):
-    """As base.yml says. docs/benchmarks/remat.md has the savings on a TPU."""
+    """base.yml documents this. docs/benchmarks/remat.md has the savings on a TPU."""
     assert temporaries(policy, DEPTHS[0]) == temporaries(kept_here, DEPTHS[0])
 
 
@@ -318,8 +319,8 @@ def test_compiled_memory_and_flops_order_as_the_policies_do():
 
 
 def test_loss_and_gradients_do_not_depend_on_the_policy():
-    """Of policies that recompute everything, nothing, or a part. Policies that offload run too, but on this platform
-    host and device share their memory."""
+    """Covers policies that recompute everything, nothing, or a part. Offloading policies run too, but a CPU's host and
+    device share memory."""
     run, _ = compiled("none", DEPTHS[0])
     tree, batch = first_tree(run), packed_batch(run.config, run.rows)
     losses, norms = set(), []

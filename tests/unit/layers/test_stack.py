@@ -1,5 +1,4 @@
-"""The stack of blocks: the same function of the same tree for any way of compiling the loop and any
-rematerialization."""
+"""The stack of blocks computes the same function of the same tree, however the loop is compiled and rematerialized."""
 
 import functools
 import warnings
@@ -25,14 +24,14 @@ from trainer.layers.sown import Total, sow
 from trainer.layers.stack import Stack, make_stack
 from trainer.products import context
 
-# One policy of each kind. tests/unit/layers/test_remat.py tests all.
+# One policy of each kind. tests/unit/layers/test_remat.py tests all policies.
 POLICIES = ("none", "full", "minimal", "minimal_offloaded")
 LAYERS, WIDTH, ROWS, LENGTH = 3, 8, 2, 4
 NAMES = ("activation_batch", "activation_length", "activation_embed")
 
 
 class Context(NamedTuple):
-    """A context with an additional field, which the stack need not know."""
+    """A context with an additional field that the stack does not know."""
 
     scale: jax.Array
     rows: jax.Array
@@ -46,7 +45,7 @@ class Other(nnx.Variable):
 
 
 class Block(nnx.Module):
-    """A block with everything that a stack must carry: parameters, a cache, context, a key and sown values."""
+    """A block with everything that a stack must pass through: parameters, a cache, context, a key and sown values."""
 
     def __init__(self, rngs):
         dtypes = {"dtype": jnp.float32, "weight_dtype": jnp.float32}
@@ -59,7 +58,8 @@ class Block(nnx.Module):
         x = x + context.scale * jnp.tanh(self.mix(x, NAMES))
         x = x + self.mlp(self.norm(x), context._replace(key=None))
         if context.key is not None:
-            # A stand-in for dropout, which compiles slowly. It has no product that the compiler could fuse with the
+            # A stand-in for dropout, which compiles slowly. It contains no product that the compiler could fuse with
+            # the next layer's first sum in an unrolled loop.
             # next layer's first sum if the loop is unrolled.
             x = jnp.where(jax.random.bernoulli(context.key, 0.5), x, -x)
         sow(self, Total, "total", x.sum())
@@ -84,8 +84,8 @@ def loop(context, types=()):
 
 
 def step_of(scan, remat_policy, types=(Total,), *, keep=True):
-    """A function and its arguments: (x, cache, sown) and the gradients of a weighted sum of x with respect to
-    the parameters and the input. `keep`: what is sown is among the results."""
+    """Returns a function and its arguments. The function returns (x, cache, sown), without `sown` if not `keep`, and
+    the gradients of a weighted sum of x with respect to the parameters and the input."""
     graphdef, params = nnx.split(blocks())
     x, cache, scale, row = inputs()
     weight = np.random.default_rng(1).normal(size=x.shape).astype(np.float32)
@@ -106,7 +106,7 @@ def step_of(scan, remat_policy, types=(Total,), *, keep=True):
 @functools.cache
 def outputs_and_gradients(scan, remat_policy, types=(Total,)):
     run, args = step_of(scan, remat_policy, types)
-    # Without fusions: in one, code may round a product differently where it is recomputed.
+    # Without fusions, because fused code may round a recomputed product differently.
     with tree_mode():
         return jax.device_get(jax.jit(run, compiler_options={"xla_disable_hlo_passes": "fusion"})(*args))
 
@@ -183,7 +183,7 @@ def test_sowing_for_nobody_leaves_no_trace():
         assert not hasattr(block, "total")
 
     with tree_mode(), warnings.catch_warnings():
-        warnings.simplefilter("error")  # flax deprecates a sow outside of a capture, which would also store the value
+        warnings.simplefilter("error")  # flax deprecates sowing outside a capture, which would also store the value
         jax.eval_shape(called)
 
 
@@ -202,7 +202,7 @@ def test_a_policy_recomputes_what_it_says():
 
     with tree_mode():
         counts = {policy: products(policy) for policy in ("none", "full", "minimal")}
-    # full recomputes everything except the last product, which nothing reads; minimal only mix, which has no name.
+    # full recomputes all products but the last, which nothing reads; minimal recomputes only mix, which has no name.
     assert counts == {"none": 12, "full": 15, "minimal": 13}
 
 
@@ -221,7 +221,7 @@ def test_every_projection_of_a_layer_has_a_name_that_minimal_keeps():
 
 
 def test_weights_are_cast_inside_of_the_loop():
-    """A cast of the whole stack before the loop would take the memory of a copy; see `cast_in_loop`."""
+    """Casting the whole stack before the loop would need memory for a copy; see `cast_in_loop`."""
     stacked = {"kernel": jnp.full((3, 8, 8), -0.0), "scale": jnp.ones((3, 8))}
 
     def step(x, layer):
@@ -235,11 +235,11 @@ def test_weights_are_cast_inside_of_the_loop():
         return str(jax.make_jaxpr(lambda w, i: cast_in_loop(w, i, jnp.dtype(dtype)))(stacked, 1))
 
     assert "layout_constraint" in operations("bfloat16")
-    assert "layout_constraint" not in operations("float32")  # nothing is cast there
+    assert "layout_constraint" not in operations("float32")  # nothing is cast
 
 
 class Keyed(nnx.Module):
-    """Sows the key that it gets."""
+    """Sows the key that it receives."""
 
     def __init__(self, rngs):
         self.weight = nnx.Param(jax.random.normal(rngs.params(), (WIDTH,)))

@@ -1,4 +1,4 @@
-"""A run of a team's own Linen block continues as a run of the NNX block that replaces it, without losing a step."""
+"""A run of a team's Linen block resumes as a run of the NNX block that replaces it, without losing a step."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from trainer.training.build import build
 from trainer.training.start import start
 
 GUIDES = Path(__file__).parents[3] / "docs" / "guides"
-# Without clipping: the global norm is summed in the order of parameter names, which change here.
+# No clipping: the global norm is summed in the order of parameter names, which change here.
 KEYS = SETTINGS | {
     "learning_rate_schedule_steps": 20,
     "eval_interval": -1,

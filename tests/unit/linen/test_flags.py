@@ -1,4 +1,4 @@
-"""The flags while Linen exists: the changes that they allow, and the notices about Linen."""
+"""The flags while Linen exists: which changes they allow, and the notices about Linen."""
 
 import pytest
 from support import ALL_COMBINATIONS, arguments, pinned, tiny_config

@@ -1,4 +1,4 @@
-"""A block that a team wrote in Linen by hand, in the Linen decoder stacks."""
+"""A team's hand-written Linen block in the Linen decoder stacks."""
 
 import functools
 import sys
@@ -39,7 +39,7 @@ def model_of(combination, block, **keys):
 
 
 def value_and_grads(config, model, capture=()):
-    """Returns ((loss, sown), gradients) as a function of parameters and of a dropout key or None."""
+    """Returns a function of parameters and a dropout key (or None) that returns ((loss, sown), gradients)."""
     objective = NextToken(model.apply)
 
     def loss(params, key):
@@ -55,7 +55,7 @@ def initial(model):
 
 @functools.cache
 def lowered(combination, scan=True):
-    """Returns the program of loss and gradients, initial parameters, and their axes."""
+    """Returns the lowered loss and gradients, the initial parameters, and their axes."""
     config, model = model_of(combination, LINEN, scan_layers=scan)
     params = initial(model)
     return jax.jit(value_and_grads(config, model)).lower(params, None), params, model.param_axes
@@ -87,12 +87,12 @@ def test_unrolled_it_starts_the_same_and_computes_the_same():
     ((value, _), grads), params = trained(scan=False)
     ((rolled, _), rolled_grads), rolled_params = trained()
     assert_equal_bits(params, rolled_params)
-    np.testing.assert_allclose(value, rolled, rtol=1e-6)  # other sums; see tests/unit/models/test_blocks.py
+    np.testing.assert_allclose(value, rolled, rtol=1e-6)  # see tests/unit/models/test_blocks.py
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max()), grads, rolled_grads)
 
 
 def renamed(params):
-    """Returns parameters of the Linen block under the NNX block's names."""
+    """Returns the Linen block's parameters under the NNX block's names."""
     import team_block
 
     layers = params["decoder"]["layers"]
@@ -114,13 +114,13 @@ def test_the_nnx_block_that_takes_its_place_computes_the_same():
 
 
 class Minimum(SownValue):
-    """A user's own type of sown values."""
+    """A user-defined type of sown values."""
 
     combine = staticmethod(jnp.min)
 
 
 class Sowing(linen.Module):
-    """Sows like one of our blocks, and draws dropout from Linen's own generators."""
+    """Sows like a built-in block, and draws dropout from Linen's own generators."""
 
     config: object
 
@@ -189,7 +189,7 @@ class WithStatistics(linen.Module):
 
 
 def test_axes_named_by_the_older_kind_of_box(monkeypatch):
-    """In every combination with a Linen stack: another stack would refuse the block."""
+    """Runs in every combination with a Linen stack; other stacks refuse the block."""
     monkeypatch.setitem(sys.modules, "boxed", SimpleNamespace(Boxed=Boxed))
     for combination in LINEN_STACKS:
         _, model = model_of(combination, "boxed:Boxed")
@@ -211,7 +211,8 @@ def test_what_is_no_module_at_all():
 
 @functools.cache
 def with_modules(combination, block):
-    """Returns the lowered loss and gradients of a model with a module, its abstract result, parameters and axes."""
+    """Returns the lowered loss and gradients, abstract result, parameters and axes of a model with a
+    multi-token-prediction module."""
     config = tiny_config(combination, decoder_block=block, mtp_num_layers=1, dropout_rate=0.5, remat_policy="full")
     model = make_model(config)
     params = initial(model)

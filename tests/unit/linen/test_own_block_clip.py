@@ -28,7 +28,7 @@ KEYS = {
 
 
 class Silent(linen.Module):
-    """Queries and keys of all heads in one kernel."""
+    """Has the queries and keys of all heads in one kernel."""
 
     config: object
 

@@ -1,4 +1,4 @@
-"""Compares a team's hand-written Linen block with the NNX block that will replace it, by `trainer.parity`."""
+"""`trainer.parity` on a team's hand-written Linen block and the NNX block that will replace it."""
 
 import json
 from pathlib import Path

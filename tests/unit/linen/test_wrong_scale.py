@@ -1,4 +1,4 @@
-"""`trainer.parity` finds a wrong scale of an adapter in one combination."""
+"""`trainer.parity` finds a wrong adapter scale in one combination."""
 
 import json
 
@@ -21,7 +21,7 @@ def test_parity_names_a_wrong_scale(capsys, monkeypatch):
         return made
 
     monkeypatch.setattr(layer, "with_products", wrong)
-    # b is zero, so that the forward pass and the gradient of a do not depend on the scale.
+    # b is zero, so the forward pass and the gradient of a do not depend on the scale.
     monkeypatch.setattr(programs, "MEASURES", (measure.parameters, measure.gradients))
     keys = {"enable_lora": True, "lora_rank": 2, "lora_alpha": 2.0, "lora_module_path": "mlp/wo"}
     code, out, _ = parity(capsys, "left=nnx", "right=bridged,linen", "--json", **keys)

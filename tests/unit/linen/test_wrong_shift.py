@@ -1,4 +1,4 @@
-"""`trainer.parity` finds a wrong shift in the modules of multi-token prediction of one combination."""
+"""`trainer.parity` finds a wrong shift in one combination's multi-token-prediction modules."""
 
 import json
 

@@ -33,7 +33,7 @@ HF = (
     "dataset_type=hf hf_path=allenai/c4 hf_data_dir=en train_split=train tokenizer_type=huggingface tokenizer_path=$TOK"
 )
 GRAIN = "dataset_type=grain grain_train_files='/data/c4-train*,0.7;/data/code-train*,0.3' grain_worker_count=2"
-# Commands of MaxText's users, in the order of its guides and of its scripts for TPUs.
+# Commands of MaxText's users, in the order in which they appear in its guides and its TPU scripts.
 LINES = (
     f"{SYNTHETIC}base_output_directory=$OUT",
     f"{BEGIN}base_output_directory=$OUT steps=1000 {HF}",
@@ -72,7 +72,7 @@ def empty_folder(tmp_path, monkeypatch):
 
 
 def outcome(argv, environment):
-    """Returns the configuration of a command line, or the lines of its error."""
+    """Returns the configuration of a command line, or the lines of its error message."""
     try:
         return load(argv, environment=environment).config.to_dict()
     except UserError as error:
@@ -86,7 +86,7 @@ def converted(line):
 
 @pytest.mark.parametrize("line", LINES, ids=range(len(LINES)))
 def test_the_printed_command_does_what_the_original_does(line):
-    """What the command does not say is MaxText's default. Generation reads no data."""
+    """Keys that the command does not set have MaxText's defaults. Generation reads no data."""
     command, made = converted(line)
     generates = program(command.module).runs == "trainer.generate"
     theirs = outcome(["maxtext.yml", *command.words, *["dataset_type=synthetic"] * generates], command.environment)
@@ -101,7 +101,7 @@ def test_the_printed_command_does_what_the_original_does(line):
         assert all(f"{row.word.partition('=')[0]}=" in refused for row in renamed)
         theirs = [it for it in theirs if not any(it.startswith(f"{row.given} ") for row in renamed)]
     if isinstance(theirs, dict) and "dataset_type=hf" in line:
-        theirs["tokenizer_type"] = "huggingface"  # as MaxText's pipeline does, whatever the key says
+        theirs["tokenizer_type"] = "huggingface"  # as in MaxText's pipeline, whatever the key's value
     assert ours == theirs or (renamed and not theirs)
     # Each key has one verdict, and everything that stops the command is reported.
     told = {row.problem for row in made.rows} | set(made.problems)
@@ -168,7 +168,7 @@ def test_what_is_missing_is_one_message_with_words_that_work(line):
 
 
 def test_a_yml_with_this_trainers_defaults_is_refused(tmp_path, monkeypatch):
-    """Also if a file stands where MaxText's base.yml is."""
+    """Here the yml replaces base.yml in MaxText's command."""
     monkeypatch.chdir(tmp_path)
     mine = tmp_path / "mine.yml"
     for base, runs in (("base.yml", False), ("maxtext.yml", True)):
@@ -180,7 +180,7 @@ def test_a_yml_with_this_trainers_defaults_is_refused(tmp_path, monkeypatch):
 
 
 def test_a_key_has_the_verdict_of_the_table():
-    """Needless and neutral values are left out, renamed keys are renamed, other values stop both commands."""
+    """Redundant and neutral values are dropped, renamed keys are renamed, and other values stop both commands."""
     firsts = {(it.kind, it.why): it for it in verdicts.verdicts().values()}
     assert len(firsts) > 50
     for verdict in firsts.values():
@@ -256,7 +256,7 @@ def test_verdicts_agree_with_what_maxtext_does(word, kind):
         (
             "model_name=gpt-oss-20b attention_sink=True mlp_bias=true routed_bias=true",
             {"attention_sink=True": verdicts.NEEDLESS, "mlp_bias=true": verdicts.NEEDLESS},
-            {"routed_bias": False},  # a buffer here; this family trains its bias
+            {"routed_bias": False},  # here it is a buffer, but this family trains its bias
         ),
         ("decoder_block=gpt_oss mlp_bias=false", {"mlp_bias=false": REFUSED}, None),
         ("model_name=gpt-oss-120b routed_bias=False", {"routed_bias=False": REFUSED}, None),
@@ -314,7 +314,7 @@ def test_the_parts_of_a_command():
     assert command.words == ["run_name=a-1", "prompt=I love", "base_output_directory=gs://b/$(date +%F '%H')"]
     assert as_text(command.words[:2]) == "run_name=a-1 'prompt=I love'"
     assert as_text(command.words[2:]) == "\"base_output_directory=gs://b/$(date +%F '%H')\""
-    # Wrapped by a launcher; as words; without a program; with a line end that lost its newline.
+    # Wrapped by a launcher; given as words; without a program; with a line continuation that lost its newline.
     assert parse(['xpk workload create --command "python3 -m MaxText.train base.yml steps=1"']).words == ["steps=1"]
     assert parse(["python", "-m", "MaxText.train", "steps=1"]) == ("MaxText.train", {}, "", ["steps=1"])
     assert parse(["M_A=b", "base.yml", "steps=1"]) == ("", {"M_A": "b"}, "base.yml", ["steps=1"])
@@ -380,7 +380,7 @@ def test_programs_that_replace_one_of_maxtexts_exist():
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("python -m MaxText.decode_multi base.yml", "trainer.serve serves"),
+        ("python -m MaxText.decode_multi base.yml", "use trainer.serve"),
         ("python -m maxtext.trainers.post_train.distillation.save_top_k_teacher_logits", "save_teacher_logits=FOLDER"),
         ("python -m MaxText.trian base.yml", "nearest: train;"),
         (
@@ -498,7 +498,7 @@ def test_the_page_is_aligned_and_narrow(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("python -m trainer.train maxtext.yml run_name=$RUN dataset_type=synthetic steps=10")
     assert max(map(len, lines)) <= 160
-    texts = ("there is no server of profiles", "MaxText's field names")
+    texts = ("there is no profiler server", "MaxText's field names")
     column = {line.index(text) for line in lines for text in texts if text in line}
     starts = [re.match(r"(not yet|differs|needless) +\S+ +", line) for line in lines]
     assert len({found.end() for found in starts if found}) == 1
@@ -517,7 +517,7 @@ def test_it_needs_no_jax_and_little_time():
     code = (
         f"import sys; from trainer.from_maxtext import main; main([{LINES[0]!r}]); "
         "assert not {'jax', 'flax'} & set(sys.modules); "
-        "import time; assert time.process_time() < 1.5"  # it takes 0.25 s on an idle machine, twice that on a busy one
+        "import time; assert time.process_time() < 1.5"  # 0.25 s on an idle machine, twice that on a busy one
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -541,7 +541,7 @@ def test_a_preset_that_was_corrected_is_maxtexts_and_a_line_says_so(preset, thei
     assert row.kind == DIFFERS
     assert all(f"{name}=" in row.text for name in theirs)
     _, made = converted(f"{line}{preset} " + " ".join(f"{name}={value}" for name, value in theirs.items()))
-    assert [row.kind for row in made.rows if row.given.startswith("model_name=")] == [SAME]  # it says so itself
+    assert [row.kind for row in made.rows if row.given.startswith("model_name=")] == [SAME]  # explicitly given
 
 
 def test_a_dropout_rate_has_an_effect_where_it_has_in_maxtext():

@@ -1,4 +1,4 @@
-"""scripts/maxtext_corpus.py finds the commands that a checkout of MaxText documents, and says what becomes of each."""
+"""scripts/maxtext_corpus.py finds the documented commands in a MaxText checkout and reports how each one converts."""
 
 import importlib.util
 import json

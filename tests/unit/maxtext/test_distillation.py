@@ -1,4 +1,4 @@
-"""MaxText's commands of distillation: what is the student's, what is the teacher's, and what is read at all."""
+"""MaxText's distillation commands: which keys belong to the student or the teacher, and which keys are read at all."""
 
 import os
 
@@ -55,7 +55,7 @@ def test_the_printed_command_loads_to_the_same_configuration():
     assert loaded.config == made.loaded.config
     assert (loaded.config.distill_alpha, loaded.config.distill_temperature) == (0.25, 2.0)
     assert loaded.config.teacher_path == "/teacher"
-    # As in MaxText, where the model of this name does not scale RoPE.
+    # In MaxText, the model of this name does not scale RoPE either.
     assert loaded.config.teacher_overrides.to_dict() == {"model_name": "llama3.3-70b", "rope_type": "default"}
 
 
@@ -121,7 +121,7 @@ def test_a_shells_value_is_kept():
 
 
 def test_a_word_of_the_command_line_is_not_the_teachers():
-    """MaxText's teacher has bfloat16, its default, whatever the command line says."""
+    """MaxText's teacher has the default dtype bfloat16, whatever the command line sets."""
     made = distilled(f"{TEACHER} dtype=float32 base_num_decoder_layers=2")
     assert made.loaded.config.base_num_decoder_layers == 2
     assert made.loaded.config.teacher_overrides.to_dict() == {"model_name": "llama3.1-8b", "dtype": "bfloat16"}
@@ -148,7 +148,7 @@ def test_the_keys_of_a_yml_are_written_into_the_command(base, checkout):
     assert (config.learning_rate_schedule_steps, config.z_loss_multiplier) == (-1, 0.0)
     assert config.teacher_path == "/theirs"
     assert config.teacher_overrides.to_dict() == {
-        "normalization_layer_epsilon": 1e-6,  # the yml is the teacher's, too
+        "normalization_layer_epsilon": 1e-6,  # the yml applies to the teacher, too
         "model_name": "qwen3-4b",
         "scan_layers": False,
     }
@@ -182,7 +182,7 @@ def test_defaults_of_what_is_missing_here_are_left_out():
 @pytest.mark.parametrize(
     ("word", "kind", "said"),
     [
-        ("distill_beta=0.5", verdicts.NOT_YET, "logits alone"),
+        ("distill_beta=0.5", verdicts.NOT_YET, "compare only logits"),
         ("learn_to_init_mode=true", verdicts.NOT_YET, "loads all parameters"),
         ("student_overrides.learn_to_init_mode=true", verdicts.NOT_YET, "loads all parameters"),
         ("offline_data_dir=/logits", verdicts.NOT_YET, "save_teacher_logits"),

@@ -1,5 +1,4 @@
-"""MaxText's commands of post-training, which have defaults of their own: those of its post_train/sft.yml, dpo.yml,
-rl.yml and distillation.yml."""
+"""MaxText's post-training commands default to its post_train/sft.yml, dpo.yml, rl.yml and distillation.yml."""
 
 import os
 
@@ -23,7 +22,7 @@ MODULES = {SFT: "sft.train_sft", DPO: "dpo.train_dpo", GRPO: "rl.train_rl", DIST
 DATA = "tokenizer_path=/t hf_path=json hf_train_files=/d.json"
 COLUMNS = "train_data_columns=[chosen,rejected] eval_data_columns=[chosen,rejected]"
 MORE = {GRPO: " reward_functions=[m:f]", DISTILL: " teacher_path=/t"}
-# What MaxText 0.2.5's own loader has for a command without a yml, where its base.yml has something else.
+# Values that MaxText 0.2.5's own loader gives a command without a yml, where its base.yml has other values.
 THEIRS = {
     SFT: {
         "dataset_type": "hf",
@@ -47,7 +46,7 @@ THEIRS = {
         "eval_steps": 2,
         "gradient_clipping_threshold": 10.0,
         "learning_rate": 5e-7,
-        "max_target_length": 2 * 512,  # of both sequences
+        "max_target_length": 2 * 512,  # for both sequences together
         "packing": False,
         "per_device_batch_size": 2,
         "steps": 10,
@@ -77,7 +76,7 @@ THEIRS = {
         "distill_temperature": 1.0,
         "checkpoint_period": 2000,
         "learning_rate": 2e-4,
-        "learning_rate_schedule_steps": -1,  # 200000, which it ignores
+        "learning_rate_schedule_steps": -1,  # MaxText's 200000, which it ignores
         "log_period": 10,
         "max_target_length": 2048,
         "model_name": "llama3.1-8b",
@@ -107,7 +106,7 @@ def test_a_command_without_a_yml_has_the_defaults_of_its_program(runs):
     assert made.words[3] == "maxtext.yml"
     found = {name: made.loaded.config[name] for name in THEIRS[runs]}
     assert found == THEIRS[runs]
-    assert "without a yml MaxText takes post_train/" in made.version
+    assert "without a yml, MaxText uses post_train/" in made.version
 
 
 NAMES = {SFT: "sft", DPO: "dpo", GRPO: "rl", DISTILL: "distillation"}
@@ -129,7 +128,7 @@ def test_its_yml_may_be_named(runs):
 
 
 def test_the_file_of_a_checkout_may_be_named():
-    """With its Hub names, which are not here, it changes nothing; with a changed value it does."""
+    """With MaxText's Hub names, the file changes nothing. With a changed value, it is kept in the command."""
     text = "base_config: base.yml\nuse_sft: true\nuse_tunix_gradient_accumulation: true\nlearning_rate: {}\n"
     text += "lora: {{enable_lora: false}}\nhf_path: HuggingFaceH4/ultrachat_200k\ntrain_split: train_sft\n"
     os.makedirs("maxtext/configs/post_train")
@@ -168,7 +167,7 @@ def test_what_the_yml_has_and_maxtext_yml_has_not_is_told():
 
 
 def test_maxtext_yml_alone_means_the_program_too(tmp_path):
-    """Its values win over those of runs that start from a model, and all that is given wins."""
+    """MaxText's values override the defaults of runs that start from a model. All given values override both."""
     write("own.yml", "base_config: maxtext.yml\nsteps: 5\n")
     words = [*DATA.split(), "load_parameters_path=/m"]
     loaded = load(["own.yml", *words], defaults=DPO_DEFAULTS)
@@ -188,7 +187,7 @@ def test_the_files_have_only_what_differs_from_maxtext_yml(method):
 
 @pytest.mark.parametrize("parent", ["post_train/dpo.yml", "maxtext.yml"])
 def test_a_yml_of_ones_own_below_that_of_the_program(parent):
-    """What MaxText's yml of the program has beyond maxtext.yml is added and told, as without a yml."""
+    """Where the program's yml differs from maxtext.yml, its values are added and reported, as without a yml."""
     write("own.yml", f"base_config: {parent}\nmax_target_length: 256\n")
     made = converted(DPO, "own.yml")
     assert made.runs
@@ -197,7 +196,7 @@ def test_a_yml_of_ones_own_below_that_of_the_program(parent):
     assert rows["max_target_length=256"].kind == rows["model_name=qwen3-0.6b"].kind == DIFFERS
     told = "if that was base.yml in MaxText, add dataset_type=tfds"
     assert (told in rows["own.yml"].text) == (parent == "maxtext.yml")
-    assert made.version == ""  # dataset_type is hf, whatever the version is
+    assert made.version == ""  # dataset_type is hf in every version
     write("own.yml", f"base_config: {parent}\nmodel_name: qwen3-4b\n")
     assert converted(DPO, "own.yml").loaded.config.model_name == "qwen3-4b"
 

@@ -10,7 +10,7 @@ from trainer.config.errors import UserError
 from trainer.maxtext.command_line import as_text, parse
 
 COMMAND = "python3 -m MaxText.train "
-# What sets variables, and the words that are made from them.
+# Statements that set variables, and words that use the variables.
 CASES = [
     ('ARGS="a=1 b=2"', "$ARGS c=3"),
     ('ARGS="a=1 b=2"', '"$ARGS" c=$ARGS'),
@@ -52,9 +52,9 @@ PARTS = [
     *("x=", "y", r"\ ", '""', "''", "$((N+1))", '"$((N))"', "${E:-d}", " ", " ", "\t", "${O[*]}", "${E}", '"$E"'),
 ]
 VARIABLES = "A='a=1 b=2'; B=b; C='  c  d '; O=('o 1' p '' q=2); N=4; E=; A+=z; O+=(r\\ s)"
-# What is not read, with the part of the message that names it.
+# Commands that are refused, and the part that the message must name.
 REFUSED = {
-    'O=(a=1); O[1]=b=2; {}"${{O[@]}}"': "$O: an element of it is set alone",
+    'O=(a=1); O[1]=b=2; {}"${{O[@]}}"': "$O: one of its elements is set separately",
     "A=1; {}a=$(echo $A)": "$(echo $A)",
     "A=1; {}a=`echo $A`": "`echo $A`",
     "A=1; {}a=${{A%x}}": "${A%x}",
@@ -105,7 +105,7 @@ def test_the_words_are_those_of_bash(tmp_path, monkeypatch):
     theirs = words_of_bash([*CASES, *drawn])
     assert len(theirs) == len(CASES) + len(drawn)
     for (given, words), expected in zip([*CASES, *drawn], theirs, strict=True):
-        # An empty word is left out: it names no key.
+        # Empty words are dropped: they name no key.
         assert words_of(given, words) == [word.lstrip() for word in expected if word.strip()], (given, words)
 
 

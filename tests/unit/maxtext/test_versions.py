@@ -1,4 +1,4 @@
-"""Commands and keys of MaxText 0.2.5, which has no flags, next to those of the versions before it."""
+"""Commands and keys of MaxText 0.2.5, which has no flags, and of earlier versions."""
 
 import pytest
 import yaml
@@ -13,7 +13,7 @@ from trainer.maxtext.command_line import parse
 from trainer.maxtext.convert import GENERATE, TRAIN, convert
 from trainer.maxtext.version import version_of
 
-# The keys that base.yml of 0.2.5 has and that of 0.2.4 does not, with their values.
+# The keys that base.yml of 0.2.5 adds to that of 0.2.4, with their values.
 ADDED = {
     "use_m3_model": False,
     "standalone_checkpointer_per_step_interval": 0.0,
@@ -110,9 +110,9 @@ ADDED = {
     "vllm_load_format": "dummy",
     "mhc_pallas_kernel_bwd_feature_block_size": 1024,
 }
-# Keys that the classes of 0.2.4 have, too.
+# Keys that the classes of 0.2.4 already have.
 IN_CLASSES = {"use_weight_converter", "rollout_tensor_parallelism", "weight_sync_debug", "vllm_load_format"}
-# Keys of Megatron-LM's data.
+# Prefixes of the keys for Megatron-LM's data.
 OF_MMAP = ("mmap_", "blend_", "reset_attention_mask", "eod_mask_loss", "packing_max_segments_per_sample")
 LINE = "python3 -m maxtext.trainers.pre_train.train run_name=x "
 NNX = "which has no flags: it runs as nnx, with all three true"
@@ -124,7 +124,7 @@ def empty_folder(tmp_path, monkeypatch):
 
 
 def base_of(version, **changes):
-    """Returns a file like the base.yml of a version."""
+    """Returns a file like a version's base.yml."""
     values = {name: value for name, value in yaml.safe_load(their_base()).items() if name not in ADDED} | changes
     if version == "0.2.5":
         known = {name: value for name, value in ADDED.items() if not name.startswith(OF_MMAP)}
@@ -145,18 +145,18 @@ def test_every_key_has_a_verdict_and_its_default_changes_nothing():
         assert verdict is not None, name
         text = "none" if value is None else str(value)
         refused = any(line.startswith(name) for line in mistakes("stepps=1", f"{name}={text}"))
-        assert refused == (name == "muon_include_routers"), name  # its default is Muon for routers, which is not there
+        assert refused == (name == "muon_include_routers"), name  # its default selects Muon for routers, which we lack
     assert set(verdicts.table()["versions"]["0.2.5"]) == ADDED.keys() - IN_CLASSES
     named = verdicts.table()["versions"]["0.2.4"]
     assert len(named) == 3
-    assert set(FLAGS) <= set(named)  # there are none here when Linen is gone
+    assert set(FLAGS) <= set(named)  # empty here once Linen is removed
     (line,) = mistakes("muon_type=maxtext_muon")
     assert '(only "optax_muon" or "optax" is accepted)' in line
 
 
 @pytest.mark.parametrize(("version", "data"), [("0.2.4", "stdlib"), ("0.2.5", "synthetic")])
 def test_their_base_is_recognized(version, data):
-    """The data of 0.2.5 are synthetic by default, and need no files, so the file decides."""
+    """0.2.5 has synthetic data by default, which needs no files, so the file decides."""
     write("theirs.yml", base_of(version))
     loaded = load(["theirs.yml"])
     assert loaded.warnings == []
@@ -193,7 +193,7 @@ def test_an_earlier_command_reads_tfds():
         assert not made.runs
         assert "dataset_path=/data/tensorflow_datasets" in made.problems[0]
         assert not [word for word in made.words if word.startswith("dataset_type")]
-    # Nothing tells the version.
+    # Nothing reveals the version.
     assert "dataset_type is tfds by default; in 0.2.5 it is synthetic" in made.version
     assert converted(f"{LINE} dataset_type=synthetic").version == ""
     assert converted(f"{LINE} pure_nnx=true").version == ""

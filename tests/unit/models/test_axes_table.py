@@ -1,4 +1,4 @@
-"""config/tensors.py lists the model's logical axes without building it. These tests compare the two."""
+"""config/tensors.py lists the model's logical axes without building the model. These tests compare the two."""
 
 import jax
 import pytest
@@ -12,7 +12,7 @@ from trainer.models import FAMILIES
 
 
 def model_axes(combination: str, tied: bool, **overrides) -> dict[str, tuple[str | None, ...]]:
-    """Returns the logical axes of every parameter, by its name."""
+    """Returns the logical axes of every parameter by name."""
     model = make_model(tiny_config(combination, logits_via_embedding=tied, **overrides))
     leaves = jax.tree_util.tree_leaves_with_path(model.param_axes)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf) for path, leaf in leaves}
@@ -22,7 +22,7 @@ def model_axes(combination: str, tied: bool, **overrides) -> dict[str, tuple[str
 @pytest.mark.parametrize("combination", ALL_COMBINATIONS)
 def test_the_table_has_the_axes_of_the_models_parameters(combination, tied):
     parameters = model_axes(combination, tied)
-    named = {tensor for tensor in TENSORS if "/" in tensor}  # the others are activations
+    named = {tensor for tensor in TENSORS if "/" in tensor}  # the other tensors are activations
     if tied:
         named.remove("decoder/logits_dense/kernel")
     found = {tensor: axes for name, axes in parameters.items() for tensor in named if name.endswith(tensor)}
@@ -32,7 +32,7 @@ def test_the_table_has_the_axes_of_the_models_parameters(combination, tied):
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("combination", ALL_COMBINATIONS)
 def test_the_table_leaves_out_no_parameter_whose_axes_could_meet(combination, tied):
-    """A parameter that is not in the table has the same axes as one that is."""
+    """The axes of a parameter outside the table are a subset of the axes of some entry."""
     missing = {
         name: axes
         for name, axes in model_axes(combination, tied, use_qk_norm=True).items()

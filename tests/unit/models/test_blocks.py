@@ -1,4 +1,4 @@
-"""A block named by import path."""
+"""A decoder block given by import path."""
 
 import abc
 import functools
@@ -28,7 +28,7 @@ OWN = "team_block:NNXBlock"
 
 @pytest.fixture(autouse=True)
 def in_the_guides(monkeypatch):
-    """The current folder is on the path, as with `python -m`."""
+    """Puts the guides folder on the path, as `python -m` does with the current folder."""
     monkeypatch.syspath_prepend(str(GUIDES))
 
 
@@ -61,7 +61,7 @@ def test_unrolled():
     (value, grads), params, _ = gradients("nnx", False)
     (rolled_value, rolled_grads), rolled_params, _ = gradients("nnx", True)
     assert_equal_bits(params, rolled_params)
-    # If the loop is unrolled, the compiler changes the order of sums of a block that ends in a plain product.
+    # In an unrolled loop, the compiler reorders the sums of a block that ends in a plain product.
     np.testing.assert_allclose(value, rolled_value, rtol=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max()), grads, rolled_grads)
 
@@ -81,7 +81,7 @@ def test_its_size_is_counted_from_its_parameters():
         ("team_block:NNXblock", "team_block has no NNXblock; nearest: NNXBlock"),
         ("team_blocks:NNXBlock", "there is no module team_blocks; Python searches the current folder"),
         ("json.team_block:NNXBlock", "there is no module json.team_block"),
-        ("team_block:attend", "this is neither a block class nor a Family, nor its Facts"),
+        ("team_block:attend", "this is not a block class, a Family, or the Facts of a family"),
     ],
 )
 def test_a_path_that_leads_nowhere(name, message):
@@ -167,8 +167,8 @@ class WithMoreArguments(Called):
         (WithMoreArguments, "missing a required argument: 'width'"),
         (Abstract, "the class Abstract is abstract"),
         (dict, "dict is not an nnx.Module"),
-        (len, "this is neither a block class nor"),
-        (nnx, "this is neither a block class nor"),
+        (len, "this is not a block class"),
+        (nnx, "this is not a block class"),
     ],
 )
 def test_what_is_no_block_is_refused_before_it_is_built(block, message, monkeypatch):

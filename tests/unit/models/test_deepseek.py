@@ -1,4 +1,4 @@
-"""The family deepseek: its weights in and out, its groups of experts, its keys, its programs."""
+"""The family deepseek: import and export of its weights, groups of experts, keys, programs."""
 
 from pathlib import Path
 
@@ -105,7 +105,7 @@ def test_maxtexts_checkpoints_come_in_and_go_out(scan, tmp_path):
     write_maxtext(tmp_path, here, leaves_of(params), None, scan)
     assert_same(load_parameters(str(tmp_path / "0" / "items"), here, abstract_of(here), print), params)
     stored = open_source(str(tmp_path / "0" / "items")).stored
-    # As checkpoint_conversion names them there.
+    # The names in MaxText's checkpoint_conversion.
     experts = "DeepSeekMoeBlock_0/MoeBlock_0/wi_0"
     assert (f"decoder/moe_layers/{experts}" if scan else f"decoder/moe_layers_0/{experts}") in stored
     assert ("decoder/dense_layers/mlp/wo/kernel" if scan else "decoder/dense_layers_0/mlp/wo/kernel") in stored
@@ -139,7 +139,7 @@ def test_maxtexts_keys():
 def test_groups_choose_by_their_best_expert():
     experts, groups, kept, chosen = 12, 4, 2, 3
     logits = np.random.default_rng(0).normal(size=(5, 7, experts)).astype(np.float32)
-    logits[0, 0] = 0.0  # ties: the first group, and the first expert, counts as larger
+    logits[0, 0] = 0.0  # in ties, the first group and the first expert win
 
     @jax.jit
     def routings(logits):
@@ -176,14 +176,14 @@ def test_groups_choose_by_their_best_expert():
         ({"num_experts": 1, "num_experts_per_tok": 1}, "at least 2"),
         ({"base_moe_mlp_dim": -1}, "hidden width of an expert is missing"),
         ({"n_routing_groups": 3, "topk_routing_group": 1}, "must be a multiple of the number of groups"),
-        ({"n_routing_groups": 2, "topk_routing_group": 3}, "of 2 groups a token can choose 1 to 2"),
+        ({"n_routing_groups": 2, "topk_routing_group": 3}, "a token can choose 1 to 2 of the 2 groups"),
         ({"n_routing_groups": 4, "topk_routing_group": 1}, "a token chooses more"),
         (
             {"n_routing_groups": 2, "topk_routing_group": 1, "norm_topk_prob": True},
             "groups do not support norm_topk",
         ),
-        ({"routed_bias": True}, "a bias is added to sigmoid scores: give routed_score_func=sigmoid"),
-        ({"routed_score_func": "sigmoid", "n_routing_groups": 4, "topk_routing_group": 2}, "and has only one"),
+        ({"routed_bias": True}, "a bias requires sigmoid scores; set routed_score_func=sigmoid"),
+        ({"routed_score_func": "sigmoid", "n_routing_groups": 4, "topk_routing_group": 2}, "but has only one"),
     ],
 )
 def test_keys_that_do_not_fit_are_refused(keys, message):
@@ -200,8 +200,8 @@ def test_keys_without_effect_are_reported():
 
 @pytest.mark.rest(covered_by="integration/test_five_combinations.py, with experts")
 def test_combinations_make_the_same_program():
-    """Two stacks, of different blocks, with QK-Clip and a router's losses and bias. Those between the first and the
-    last combination are made of the same parts."""
+    """Two stacks with different blocks, QK-Clip, and a router's losses and bias. The first and the last combination
+    suffice: the others consist of the same parts."""
     keys = TINY | V3 | {"use_qk_clip": True, "load_balance_loss_weight": 0.1, "opt_type": "sgd"}
     texts = set()
     for combination in {ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]}:
@@ -215,7 +215,7 @@ def test_what_config_json_cannot_represent_is_refused_by_name():
     with pytest.raises(UserError, match=r"DeepseekV3ForCausalLM of Hugging Face cannot .*\n  routed_bias=False"):
         config_json(config(**sigmoid), "float32", {})
     with pytest.raises(UserError, match=r"DeepseekV2ForCausalLM of Hugging Face cannot .*\n  norm_topk_prob=True"):
-        config_json(config(norm_topk_prob=True), "float32", {})  # transformers' module ignores it
+        config_json(config(norm_topk_prob=True), "float32", {})  # transformers' module ignores the key
     with pytest.raises(UserError, match="norm_topk_prob=true"):
         model_keys(config_json(config(), "float32", {}) | {"norm_topk_prob": True}, "")
     theirs = config_json(config(**V3), "float32", {})
@@ -223,12 +223,12 @@ def test_what_config_json_cannot_represent_is_refused_by_name():
         model_keys(theirs | {"topk_method": "greedy"}, "")
     assert theirs["topk_method"] == "noaux_tc"
     assert theirs["scoring_func"] == "sigmoid"
-    # As Kimi K2 calls it.
+    # Kimi K2's name for the same model.
     assert model_keys(theirs | {"model_type": "kimi_k2"}, "") == model_keys(theirs, "") == described(config(**V3))
 
 
 def test_biases_are_never_cast(tmp_path, capsys):
-    """Hugging Face -> params -> hf, in bfloat16: biases stay float32, and apart from the parameters."""
+    """Hugging Face -> params -> hf, in bfloat16: biases stay float32 and separate from the parameters."""
     case = str(GOLDENS / "deepseek-v3")
     biases = {name: value for name, value in read_hf(GOLDENS / "deepseek-v3").items() if name.endswith("_bias")}
     assert [value.dtype for value in biases.values()] == [np.float32]
@@ -265,7 +265,7 @@ def test_maxtexts_command_line_says_deepseek_v3(scan, tmp_path, capsys):
 
 @pytest.mark.parametrize("block", ["deepseek", "glm4_moe", "glm4_moe_lite"])
 def test_modules_of_multi_token_prediction_have_biases(block, tmp_path):
-    """As in the published weights: module 1 of a model with 3 layers is layer 3, with experts and a bias."""
+    """As in the published weights, module 1 of a model with 3 layers is stored as layer 3, with experts and a bias."""
     of_glm = {"attention_type": "global", "use_qk_norm": True, "attention_bias": True, "partial_rotary_factor": 0.5}
     here = config(**V3 | (of_glm if block == "glm4_moe" else {}), decoder_block=block, mtp_num_layers=1)
     params = random_params(here)

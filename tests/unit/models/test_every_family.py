@@ -1,7 +1,7 @@
-"""What holds in every family of this package, also in one that is added later: the five combinations are one program,
-adapters and int8 work or are refused by name.
+"""Requirements of every family, including families added later.
 
-A family's sizes are those of its golden with the fewest layers.
+The five combinations are one program, and adapters and int8 work or are refused by name. A family's sizes are those of
+its golden with the fewest layers.
 """
 
 import functools
@@ -21,18 +21,18 @@ from trainer.training.build import build
 from trainer.weights.huggingface.config_json import model_keys
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
-OTHERS = {"gpt3": ["model_name=gpt3-52k"]}  # has no class in transformers
+OTHERS = {"gpt3": ["model_name=gpt3-52k"]}  # transformers has no class for it
 LORA = {"enable_lora": True, "lora_rank": 2, "lora_alpha": 4.0}
-SGD = {"opt_type": "sgd", "gradient_clipping_threshold": 0, "remat_policy": "full"}  # the update is shorter
+SGD = {"opt_type": "sgd", "gradient_clipping_threshold": 0, "remat_policy": "full"}  # makes the update shorter
 
 
 @functools.cache
 def goldens():
-    """Returns words with the sizes of each family, from its golden with the fewest layers."""
+    """Returns the command-line words for each family's sizes, from its golden with the fewest layers."""
     found = {}
     for path in sorted(GOLDENS.glob("*/config.json")):
         data = json.loads(path.read_text())
-        if data["model_type"] == "exaone4":  # the family of a guide
+        if data["model_type"] == "exaone4":  # the family in a guide
             continue
         keys = model_keys(data, str(path))
         layers = keys["base_num_decoder_layers"]
@@ -69,7 +69,7 @@ def test_the_program_is_the_same_in_every_combination(block, combination):
 @pytest.mark.rest(covered_by="unit/training/test_lora.py, unit/products/test_products.py")
 @pytest.mark.parametrize("block", FAMILIES)
 def test_adapters_are_trained_in_every_family(block):
-    """Those of all matrices of attention, and of MLPs or experts."""
+    """All matrices of attention, and those of MLPs or experts, get adapters."""
     run = made(block, **LORA)
     names = set(by_name(run.codec.unpack(run.abstract_state).params))
     adapted = {name.partition("/product/")[0] for name in names if ADAPTER.search(name)}

@@ -1,6 +1,6 @@
-"""Families with windows that alternate, biases, norms after the layers: combinations, meshes, costs, early checks.
+"""Families with alternating windows, biases, norms after the layers: combinations, meshes, costs, early checks.
 
-Their numbers are proved in test_goldens.py.
+test_goldens.py proves their numbers.
 """
 
 import functools
@@ -34,7 +34,8 @@ OF_GLM = {
     **{"first_num_dense_layers": 1, "routed_score_func": "sigmoid", "routed_bias": True, "norm_topk_prob": True},
     "logits_via_embedding": False,
 }
-# One of each kind of block; together a pattern with and without a rest, and a stack without one.
+# One family per kind of block. Together they cover a pattern with and without a remainder, and a stack without a
+# pattern.
 FAMILIES = {
     "qwen2": {"attention_bias": True},
     "gemma": GATED,
@@ -82,8 +83,8 @@ FAMILIES = {
     },
 }
 
-# Two kinds of layers in place of the family's 6 or 4, for tests of whole steps, whose cost grows with the pattern:
-# one repetition and a rest, and two repetitions.
+# Patterns of two layers instead of the family's 6 or 4, because the cost of a whole step grows with the pattern: one
+# repetition and a remainder, and two repetitions.
 SHORT = {
     "gemma3": {"sliding_window_pattern": 2, "base_num_decoder_layers": 3},
     "olmo3": {"sliding_window_pattern": 2},
@@ -97,12 +98,12 @@ def keys_of(family, **more):
 @functools.cache
 def program_text(family, combination):
     keys = SHORT.get(family, {}) | {"dropout_rate": 0.1, "attention_dropout_rate": 0.1, "remat_policy": "full"}
-    keys |= {"opt_type": "sgd", "gradient_clipping_threshold": 0}  # the update is shorter
+    keys |= {"opt_type": "sgd", "gradient_clipping_threshold": 0}  # makes the update shorter
     words = arguments(combination, **keys_of(family, scan_layers=family != "gemma2", **keys))
     return lowered_update(build(load(words).config, jax.devices()[:1])).as_text()
 
 
-# All combinations for the family that has everything; the others differ in less than the two ends do.
+# All combinations for the family with all features. The others compare only the first and the last, which differ most.
 PROGRAMS = [(family, ALL_COMBINATIONS[-1]) for family in FAMILIES]
 PROGRAMS += [("gemma3", combination) for combination in ALL_COMBINATIONS[1:-1]]
 
@@ -116,7 +117,7 @@ def test_the_program_is_the_same_in_every_combination(family, combination):
 
 
 def initial(run):
-    """Returns a canonical state. Its optimizer, SGD, has no state but counters."""
+    """Returns a canonical state. Its optimizer, SGD, has no state except counters."""
     rng, abstract = np.random.default_rng(0), run.codec.unpack(run.codec.abstract)
 
     def one(path, leaf):
@@ -147,7 +148,7 @@ def losses(family, devices, **more):
     "family", ["qwen2", "gemma3", "olmo3", "phi3", "granite4", "glm4_moe", "glm4_moe_lite", "llama4"]
 )
 def test_eight_devices_and_other_loops_compute_what_one_device_does(family):
-    """Norms over all heads, biases and the rest of a pattern under tensor parallelism and Zero-1."""
+    """Covers norms over all heads, biases, and the remainder of a pattern, with tensor parallelism and Zero-1."""
     one, params = losses(family, 1, per_device_batch_size=16)
     mesh = {
         "ici_data_parallelism": 2,
@@ -164,7 +165,7 @@ def test_eight_devices_and_other_loops_compute_what_one_device_does(family):
 @pytest.mark.rest(covered_by="dropless", cases=("capacity",))
 @pytest.mark.parametrize("experts", ["dropless", "capacity"])
 def test_the_biases_of_experts_are_added_once_on_a_mesh(experts):
-    """Devices share experts, and the hidden units of each."""
+    """The mesh shards the experts and each expert's hidden units."""
     how = {} if experts == "dropless" else {"sparse_matmul": False, "capacity_factor": 1.0}
     one, params = losses("gpt_oss", 1, per_device_batch_size=16, **how)
     mesh = {"ici_fsdp_parallelism": 2, "ici_expert_parallelism": 2, "ici_tensor_parallelism": 2}
@@ -179,7 +180,7 @@ def test_the_biases_of_qwen2_are_sharded_like_their_kernels():
     table = build(load(words).config, jax.devices()[:8]).table()
     bias = next(row for row in table["tensors"] if row["name"].endswith("query/bias"))
     assert (bias["spec"], table["warnings"]) == ([[], ["tensor"], []], [])
-    # The rule of the kernel's inputs takes the mesh axis first, so only the bias can have it.
+    # The rule for the kernel's inputs takes the mesh axis first, so only the bias can use it for q_heads.
     taken = "override_logical_axis_rules=false logical_axis_rules=[[embed,[fsdp]],[q_heads,[fsdp]],[heads,[]]]"
     with pytest.raises(UserError, match="q_heads"):
         build(load([*words, *taken.split()]).config, jax.devices()[:8]).table()
@@ -236,7 +237,7 @@ def test_windows(family, more, expected):
         ("decoder_block=qwen3 nope_layer_interval=4", "only llama4, smollm3 can have it"),
         (
             "decoder_block=ministral3 temperature_tuning=true rope_type=yarn original_max_position_embeddings=9",
-            "grow from the length on from which RoPE is scaled: give both the same number",
+            "scales queries and RoPE beyond the same length: set both keys to the same number",
         ),
         ("mlp_activations_limit=7", "only gpt_oss can have it"),
         ("decoder_block=gpt_oss num_experts=4 sliding_window_size=4", "this family clamps its gated units"),
@@ -279,7 +280,7 @@ def test_a_key_without_effect(words, said):
 
 @pytest.mark.parametrize("missing", ["use_post_attn_norm", "use_post_ffw_norm"])
 def test_a_block_of_gemma_may_lack_an_outer_norm(missing):
-    """As in MaxText; Hugging Face's models have both."""
+    """As in MaxText. Hugging Face's models have both norms."""
     config = tiny_config(ALL_COMBINATIONS[0], **keys_of("gemma2", **{missing: False}))
     block = stacks(config)[0].blocks[0](config, nnx.Rngs(0))
     norms = [getattr(block, name) is not None for name in ("post_self_attention_norm", "post_ffw_norm")]
@@ -340,18 +341,18 @@ def test_the_converter_adds_what_maxtexts_preset_has(model, word):
 @pytest.mark.parametrize(
     ("family", "more", "named"),
     [
-        ("gemma", {}, "normalization_layer_epsilon=1e-05: 1e-6 is fixed"),
-        ("gemma2", {"base_num_decoder_layers": 3}, "its layers are pairs"),
-        ("gemma2", {"sliding_window_pattern": 4}, "2 is fixed in its code"),
+        ("gemma", {}, "normalization_layer_epsilon=1e-05: MaxText always uses 1e-6"),
+        ("gemma2", {"base_num_decoder_layers": 3}, "MaxText requires an even number"),
+        ("gemma2", {"sliding_window_pattern": 4}, "MaxText always uses 2"),
         ("gemma2", {"local_rope_max_timescale": 100, "rope_linear_scaling_factor": 2}, "in these layers, too"),
-        ("gemma3", {"sliding_window_pattern": 3}, "6 is fixed in its code"),
-        ("gemma3", {"query_pre_attn_scalar": 5}, "only head_dim, or base_emb_dim"),
-        ("gemma3", {"local_rope_max_timescale": -1, "rope_linear_scaling_factor": 2}, "it never scales RoPE"),
+        ("gemma3", {"sliding_window_pattern": 3}, "MaxText always uses 6"),
+        ("gemma3", {"query_pre_attn_scalar": 5}, "only head_dim or base_emb_dim"),
+        ("gemma3", {"local_rope_max_timescale": -1, "rope_linear_scaling_factor": 2}, "MaxText never scales RoPE"),
         ("gemma3", {"rope_type": "yarn"}, "all of its layers rotate alike"),
-        ("gpt_oss", {"sliding_window_pattern": 3}, "2 is fixed in its code"),
-        ("gpt_oss", {"base_num_decoder_layers": 5}, "a multiple of 2 there"),
-        ("olmo3", {"sliding_window_pattern": 2}, "4 is fixed in its code"),
-        ("olmo3", {"base_num_decoder_layers": 5}, "a multiple of 4 there"),
+        ("gpt_oss", {"sliding_window_pattern": 3}, "MaxText always uses 2"),
+        ("gpt_oss", {"base_num_decoder_layers": 5}, "MaxText requires a multiple of 2"),
+        ("olmo3", {"sliding_window_pattern": 2}, "MaxText always uses 4"),
+        ("olmo3", {"base_num_decoder_layers": 5}, "MaxText requires a multiple of 4"),
         ("qwen2", {"query_pre_attn_scalar": 5}, "it always divides scores"),
         (
             "qwen2",

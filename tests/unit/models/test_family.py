@@ -1,4 +1,4 @@
-"""A family outside of the trainer (tests/two_kinds.py) works like the built-in ones."""
+"""A family outside the trainer (tests/two_kinds.py) works like a built-in one."""
 
 import dataclasses
 import functools
@@ -115,7 +115,7 @@ def products(**keys):
 
 
 class Squared(Shift):
-    """Computes x plus the square of a product, whose backward pass needs the product."""
+    """Computes x plus the square of a product. The backward pass needs the product."""
 
     def __call__(self, x, cache, context):
         y = checkpoint_name(self.mix(x, INPUT), "shifted")
@@ -133,8 +133,8 @@ def test_a_custom_policy_keeps_what_it_names(monkeypatch):
 def test_policies_keep_what_it_names():
     counts = {policy: products(remat_policy=policy) for policy in ("none", "full", "minimal")}
     assert counts["none"] < counts["minimal"] < counts["full"]
-    # All policies except none recompute two products, scores and their sum. full also recomputes the products with
-    # weights, except the last one of a layer, which nothing reads.
+    # All policies except none recompute two products: the scores and their weighted sum. full also recomputes the
+    # products with weights, except each layer's last one, which nothing reads.
     assert counts["minimal"] - counts["none"] == 2
     assert counts["full"] - counts["none"] == 2 + 6
 
@@ -166,7 +166,7 @@ def test_its_own_tensors_can_be_offloaded():
 
 
 def test_early_checks_are_of_the_tensors_that_it_has(monkeypatch):
-    """It has no MLP, so MLP sizes need not fit the mesh, and MLP rules may use a mesh axis twice."""
+    """The family has no MLP, so MLP sizes need not fit the mesh, and MLP rules may use a mesh axis twice."""
     shifts = dataclasses.replace(
         two_kinds.family, stacks=lambda config: [Stack("layers", (Shift,), 2)], axes={"shifted": ("data",)}
     )
@@ -236,7 +236,7 @@ ONE = Stack("layers", (Shift,), 1)
 @pytest.mark.parametrize(
     ("found", "message"),
     [
-        ([ONE, ONE], "their names differ; found: layers, layers"),
+        ([ONE, ONE], "stack names must be unique; found: layers, layers"),
         ([], "at least one stack, .* found: none"),
         (None, "not a list of Stack"),
         ([Stack("layers", Shift, 1)], "not a list of Stack"),
@@ -314,5 +314,5 @@ def test_an_incomplete_table_of_hugging_face(monkeypatch):
         layouts_of(config, {name: place(stacks(config), name) for name in names})
     assert str(error.value).splitlines()[1:] == [
         "  decoder/layers/mlp/wi_0/kernel: no Layout",
-        "  decoder/layers/mlp/wo/kernel: down_proj has no {} for the number of the layer",
+        "  decoder/layers/mlp/wo/kernel: down_proj has no {} for the layer number",
     ]

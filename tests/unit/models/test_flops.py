@@ -1,4 +1,4 @@
-"""Closed forms, compared with sums by hand, with the model itself and with published sizes."""
+"""Closed forms of FLOPs against sums by hand, the model itself and published sizes."""
 
 import math
 import subprocess
@@ -60,7 +60,8 @@ def tiny(**changes):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_forward_flops(tied):
-    # Products with parameters, head included, then scores and values: 2 x 2 x 6 heads x 4 x 16 tokens, counted half.
+    # Products with parameters including the head; then scores and values: 2 x 2 x 6 heads x 4 x 16 tokens, halved by
+    # the mask.
     expected = 2 * (3 * BLOCK + 8 * 11) + 3 * (2 * 2 * 6 * 4 * 16) / 2
     assert forward_flops_per_token(tiny(logits_via_embedding=tied)) == expected
 
@@ -85,7 +86,7 @@ def test_norms_of_heads_add_no_flops():
 
 @pytest.mark.parametrize("window", [1, 4, 15, 16, 40])
 def test_a_window_counts_the_keys_that_its_mask_shows(window):
-    """Except for the convention that the diagonal counts half, where the beginning of the row cuts the window."""
+    """By convention, the diagonal counts half for queries whose window is cut by the start of the row."""
     length = 16
     shown = sum(1 for query in range(length) for key in range(length) if 0 <= query - key < window) / length
     reach = min(window, length)
@@ -96,7 +97,7 @@ def test_a_window_counts_the_keys_that_its_mask_shows(window):
 
 @pytest.mark.parametrize("chunk", [1, 5, 8, 16, 40])
 def test_chunks_count_the_keys_that_their_mask_shows(chunk):
-    """Except for the convention that the diagonal counts half; every second layer sees the whole row."""
+    """The diagonal counts half by convention. Every second layer sees the whole row."""
     length = 16
     shown = sum(1 for query in range(length) for key in range(query + 1) if key // chunk == query // chunk) / length
     experts = {"num_experts": 2, "base_moe_mlp_dim": 16, "shared_experts": 1, "base_num_decoder_layers": 2}
@@ -115,12 +116,12 @@ def test_an_op_that_computes_more_than_it_shows_is_counted_by_its_keys():
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_every_family_of_the_trainer_counts_attention(block):
-    """What is derived from the parameters of a user's block leaves attention out."""
+    """The default count, which a user's block gets from its parameters, omits attention."""
     count = forward_flops if block in ("qwen3_5", "qwen3_5_moe", "qwen3_next") else forward_flops_per_token
     assert family(block).forward_flops is count
 
 
-# Wide enough that norms and other operations that the convention leaves out are negligible.
+# Wide enough that norms and other operations that the convention omits are negligible.
 WIDE = {
     "base_emb_dim": 256,
     "base_num_query_heads": 4,
@@ -145,7 +146,7 @@ FAMILIES = {
         "sliding_window_size": 32,
     },
     "qwen3 with norms of heads": {"decoder_block": "qwen3", "use_qk_norm": True, "normalize_embedding_logits": False},
-    # Every token chooses every expert, because XLA's CPU backend computes every one.
+    # Every token chooses every expert, because XLA's CPU backend computes all experts.
     "deepseek, with all experts": {
         "decoder_block": "deepseek",
         "attention_type": "mla",
@@ -193,8 +194,7 @@ FAMILIES = {
     },
     "phi3": {"decoder_block": "phi3", "partial_rotary_factor": 0.75, "logits_via_embedding": False},
     "qwen3, untied": {"decoder_block": "qwen3", "use_qk_norm": True, "logits_via_embedding": False},
-    # Layers of Qwen3.5-2B, in which the recurrence itself is a small part; one chunk, because XLA counts the operations
-    # of one.
+    # Layers of Qwen3.5-2B, in which the recurrence is a small part. One chunk, because XLA counts a loop's body once.
     "qwen3_5": {
         **{"decoder_block": "qwen3_5", "use_qk_norm": True, "partial_rotary_factor": 0.25, "base_emb_dim": 2048},
         **{"inhomogeneous_layer_cycle_interval": 2, "base_num_decoder_layers": 2, "logits_via_embedding": False},
@@ -205,8 +205,8 @@ FAMILIES = {
 
 
 def xla_flops(config, gradients: bool, compiled: bool = True) -> float:
-    """Returns FLOPs per token of the loss and optionally its gradients, as XLA counts them in the program as it is
-    written, or as it is compiled. Nothing is allocated."""
+    """Returns XLA's count of FLOPs per token of the loss and optionally its gradients, for the lowered or the compiled
+    program. Nothing is allocated."""
     model = make_model(config)
     params, rest = model.abstract
     objective, rows = NextToken(model.apply), 2
@@ -221,8 +221,8 @@ def xla_flops(config, gradients: bool, compiled: bool = True) -> float:
 
 @pytest.mark.parametrize("case", FAMILIES)
 def test_flops_of_a_family(case):
-    """dot_product computes the whole square, with or without a window. The compiler leaves the products as they are, as
-    the first case shows."""
+    """dot_product computes the whole square, with or without a window. Only the first case is compiled: it shows that
+    the compiler keeps the products."""
     config = tiny_config("nnx", **WIDE | FAMILIES[case])
     expected = 3 * family(config.decoder_block).forward_flops(config, config.max_target_length)
     found = xla_flops(config, gradients=True, compiled=case == next(iter(FAMILIES)))
@@ -275,7 +275,7 @@ WITH_EXPERTS = {
 
 
 def traced_flops(jaxpr) -> int:
-    """Returns the FLOPs of the matrix products in a jaxpr. A grouped product of m rows counts as m x k x n."""
+    """Returns the FLOPs of the matrix products in a jaxpr. A grouped product of m rows counts 2 x m x k x n."""
     total = 0
     for equation in jaxpr.eqns:
         times = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
@@ -292,7 +292,7 @@ def traced_flops(jaxpr) -> int:
 
 @pytest.mark.parametrize("case", WITH_EXPERTS)
 def test_only_the_experts_of_a_token_count(case):
-    """Counted over the jaxpr of the loss and its gradients, since XLA's CPU backend computes every expert."""
+    """Counts over the jaxpr of the gradients, because XLA's CPU backend computes all experts."""
     config = tiny_config("nnx", **WIDE | SPARSE | WITH_EXPERTS[case])
     model = make_model(config)
     params, rest = model.abstract
@@ -308,7 +308,7 @@ def test_only_the_experts_of_a_token_count(case):
 
 
 def test_compiled_flops_of_blocks_under_a_window():
-    """A block of 256 queries reads only the keys of its window. The compiler counts the body of the loop once for both
+    """A block of 256 queries reads only its window's keys. The compiler counts the loop's body once, and there are two
     blocks.
 
     Forward only: in the backward pass the op recomputes its scores, which no convention of model FLOPs counts.

@@ -1,7 +1,7 @@
-"""Compares Hugging Face's own models (tests/goldens, see scripts/write_goldens.py) with ours, using their files.
+"""Hugging Face's own models (tests/goldens, see scripts/write_goldens.py) against ours, through their files.
 
-Parameters are read by the checkpoint loader and gradients are written by the checkpoint writer, so that these tests
-repeat no names and no layouts.
+The checkpoint loader reads the parameters and the checkpoint writer writes the gradients, so these tests repeat no
+names and no layouts.
 """
 
 import functools
@@ -31,17 +31,17 @@ CASES = sorted(path.parent.name for path in GOLDENS.glob("*/config.json"))
 WITH_EXPERTS = ("deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "granite-moe", "granite-moe-shared", "mistral4-small")
 WITH_EXPERTS += ("mixtral", "qwen3-moe")
 WHOLE = ("qwen2", "gemma", "olmo2", "phi3", "glm4", "granite", "granite4", "ministral3")
-INTERLEAVED = "qwen3-moe-interleaved"  # with the gradients of two tensors
+INTERLEAVED = "qwen3-moe-interleaved"  # has the gradients of only two tensors
 OF_A_GUIDE = {"exaone4": "docs.guides.exaone4.facts:FACTS"}  # docs/guides/extending.md
-# rope_interleave of cases that allow one value.
+# rope_interleave of the cases that allow only one value.
 FIXED = {
     **dict.fromkeys(("glm", "glm4", "llama4", "llama4-interleaved", "llama4-rest"), "true"),
     **dict.fromkeys(("phi4-mini", "glm4-moe", "glm4-moe-air", "qwen3-5", "qwen3-5-moe", "qwen3-next"), "false"),
 }
 BATCHES = ("rows", "packed")
-# Tolerances as shares of a tensor's largest entry. Rounding alone, with another order of additions, gave 2.8e-6 and
-# 1.4e-5, and 7.2e-5 for recurrent layers on an Intel Xeon. transformers in float32 differs from itself in float64 by
-# 2.1e-6 and 5.1e-6.
+# Tolerances relative to a tensor's largest entry. Measured rounding from another order of sums: 2.8e-6 (logits) and
+# 1.4e-5 (gradients); 7.2e-5 for recurrent layers on an Intel Xeon. transformers in float32 differs from itself in
+# float64 by 2.1e-6 and 5.1e-6.
 LOGITS, GRADIENTS = 1e-5, 2e-4
 
 # The five combinations are the same program (test_five_combinations), so one represents all.
@@ -49,14 +49,15 @@ COMBINATION = ALL_COMBINATIONS[0]
 
 
 def ways(case):
-    """Returns two (attention, rope_interleave) that differ in both. Two consecutive cases cover all four."""
+    """Returns two (attention, rope_interleave) pairs that differ in both values. Two consecutive cases cover all four
+    pairs."""
     ops, layouts = ("dot_product", "blockwise"), ("false", "true")
     return [(ops[i], FIXED.get(case, layouts[(CASES.index(case) + i) % 2])) for i in range(2)]
 
 
 @pytest.fixture(autouse=True)
 def several_blocks(monkeypatch):
-    """Makes blocks smaller, because rows of the goldens are shorter than a usual block; and finds docs.guides."""
+    """Makes docs.guides importable, and blocks smaller, because the goldens' rows are shorter than a usual block."""
     monkeypatch.syspath_prepend(str(GOLDENS.parents[1]))
     monkeypatch.setitem(OPS, "blockwise", functools.partial(blockwise_attention, block=6))
 
@@ -72,7 +73,7 @@ def expected(case):
 
 
 def model_of(case, **overrides):
-    """Returns the configuration and the model in the golden's config.json, which recomputes nothing."""
+    """Returns the configuration and the model of the golden's config.json. The model recomputes nothing."""
     length = expected(case)["rows"]["inputs"].shape[1]
     keys = {"max_target_length": length, "dtype": "float32", "remat_policy": "none", **pinned(COMBINATION), **overrides}
     words = [f"{key}={value}" for key, value in keys.items()]
@@ -101,7 +102,7 @@ def logits_of(model, params, rest, batch):
 
 
 def computed(case, config, model):
-    """Returns {batch: (gradients as a canonical dict, logits)}, from the trainer's own objective."""
+    """Returns {batch: (gradients as a canonical dict, logits)}, computed with the trainer's objective."""
     params, rest = parameters(case, config, model)
 
     @jax.jit
@@ -116,13 +117,13 @@ def computed(case, config, model):
 
         objective = NextToken(apply)
         sums = objective.sums(params, rest, batch, None).minimized
-        return sums["lm_loss"] / objective.weights(batch).tokens, outputs[-1]  # the head's output is last
+        return sums["lm_loss"] / objective.weights(batch).tokens, outputs[-1]  # the head is called last
 
     return {name: gradients_and_logits(params, inputs_of(batch)) for name, batch in expected(case).items()}
 
 
 def under_their_names(gradients, config, folder):
-    """Returns a canonical dict of arrays as Hugging Face's tensors, through the checkpoint writer."""
+    """Returns a canonical dict of arrays under Hugging Face's tensor names, converted by the checkpoint writer."""
     arrays = {name: np.asarray(array) for name, array in names_of(gradients).items()}
     leaves = {name: Leaf(array.shape, array.dtype, [lambda array=array: array]) for name, array in arrays.items()}
     folder.mkdir()
@@ -131,16 +132,16 @@ def under_their_names(gradients, config, folder):
 
 
 def gradients_of(golden):
-    """Returns the stored gradients by tensor."""
+    """Returns the golden's gradients by tensor name."""
     return {name.removeprefix("gradient/"): golden[name] for name in golden if name.startswith("gradient/")}
 
 
 def differences(case, config, model, folder):
-    """Returns, for (batch, "logits" or a tensor's name), the largest difference and the golden's largest entry."""
+    """Returns {(batch, "logits" or tensor name): (largest difference, golden's largest entry)}."""
     found = {}
     for batch, (gradients, logits) in computed(case, config, model).items():
         golden = expected(case)[batch]
-        real = golden["inputs_segmentation"] != 0  # results for padding do not matter
+        real = golden["inputs_segmentation"] != 0  # results at padding do not matter
         pairs = {"logits": (np.asarray(logits)[real], golden["logits"][real])}
         ours = under_their_names(gradients, config, folder / batch)
         pairs |= {name: (ours[name], gradient) for name, gradient in gradients_of(golden).items()}
@@ -154,7 +155,7 @@ def differences(case, config, model, folder):
 @pytest.mark.rest(covered_by="llama4, qwen3-moe", cases=("llama4-interleaved", "llama4-rest"))
 @pytest.mark.parametrize(
     ("case", "attention", "interleave"),
-    # Experts do not depend on how attention is computed.
+    # Experts do not depend on the attention op, so one way suffices.
     [(case, *way) for case in CASES for way in ways(case)[: 1 if case in (*WITH_EXPERTS, INTERLEAVED) else 2]],
 )
 def test_logits_and_gradients_are_those_of_hugging_face(case, attention, interleave, tmp_path):
@@ -167,7 +168,7 @@ def test_logits_and_gradients_are_those_of_hugging_face(case, attention, interle
 @pytest.mark.parametrize("case", ["llama", "llama-tied", "mistral", "qwen3", "qwen3-tied", *WITH_EXPERTS, *WHOLE])
 def test_these_goldens_have_the_gradient_of_every_tensor(case):
     tensors = load_file(GOLDENS / case / "model.safetensors").keys()
-    tensors -= {name for name in tensors if name.endswith("e_score_correction_bias")}  # no parameter
+    tensors -= {name for name in tensors if name.endswith("e_score_correction_bias")}  # not a parameter
     for golden in expected(case).values():
         assert gradients_of(golden).keys() == tensors
 
@@ -214,7 +215,7 @@ def test_these_goldens_have_the_gradient_of_every_tensor(case):
         ("phi3-short", "rope_short_factor", (0.5, 1.2, 1.7, 4.0)),
         ("phi3-short", "rope_factor", 5.0),
         ("phi4-mini", "rope_long_factor", (1.0, 2.5, 5.0)),
-        ("phi4-mini", "original_max_position_embeddings", 32),  # the short factors, and another scale
+        ("phi4-mini", "original_max_position_embeddings", 32),  # selects the short factors and another scale
         ("phi4-mini", "rope_attention_scaling", False),
         ("granite", "embedding_multiplier", 2.0),
         ("granite", "residual_multiplier", 1.0),

@@ -1,4 +1,4 @@
-"""GPT-3, compared with a second implementation in NumPy and float64, and its own keys."""
+"""GPT-3 against a second implementation in NumPy and float64, and the keys that are special to GPT-3."""
 
 import dataclasses
 import functools
@@ -67,7 +67,7 @@ def made(combination=FIRST, **keys):
 
 @functools.cache
 def params_of(fused):
-    """Returns random entries everywhere, because initial norms and biases are constants that could be confused."""
+    """Returns random entries everywhere. The initial norms and biases are constants, which could be confused."""
     rng = np.random.default_rng(0)
     shapes = jax.eval_shape(made(fused_qkv=fused)[1].init, jax.random.key(0))[0]
     return jax.tree.map(lambda leaf: rng.normal(0, 0.3, leaf.shape).astype(np.float32), shapes)
@@ -152,7 +152,7 @@ def test_every_combination_begins_equally_and_is_the_same_program(combination):
 
 
 def test_prefill_and_decoding_give_the_logits_of_the_whole_row():
-    """Each token finds its own position in the table."""
+    """Each token looks up its position in the table of positions."""
     config, model = made()
     params, run = params_of(True), jax.jit(functools.partial(forward, model))
     tokens = np.random.default_rng(0).integers(0, 64, (ROWS, LENGTH)).astype(np.int32)
@@ -181,14 +181,14 @@ def test_maxtexts_checkpoints_are_written_and_read(tmp_path, scan):
     found = open_source(str(tmp_path / "0" / "items")).leaves(config, {name: it.shape for name, it in arrays.items()})
     for name, array in arrays.items():
         np.testing.assert_array_equal(found[name].read(array.dtype, lambda *args: None), array)
-    # MaxText does not record how RoPE rotates. Here nothing has to be assumed: there is none.
+    # MaxText does not record its RoPE layout. GPT-3 has no RoPE, so no layout is assumed.
     metadata = tmp_path / "0" / "_CHECKPOINT_METADATA"
     metadata.write_text(json.dumps(json.loads(metadata.read_text()) | {"custom_metadata": {}}))
     assert not open_source(str(tmp_path / "0" / "items")).notes(config)
 
 
 def test_a_clip_scales_the_logits_of_a_head_by_its_factor():
-    """In a fused matrix: queries and keys are each scaled by the square root, values not at all."""
+    """In the fused matrix, queries and keys are scaled by the square root of the factor, and values not at all."""
     config, _ = made()
     layer = nnx.eval_shape(lambda: Block(config, nnx.Rngs(0)))
     attention = params_of(True)["decoder"]["layers"]["self_attention"]
@@ -209,7 +209,7 @@ def test_a_clip_scales_the_logits_of_a_head_by_its_factor():
         ("gpt3-52k", 52_464),
         ("gpt3-6b", 5_588_736_000),
         ("gpt3-22b", 22_049_107_968),
-        # The published 175 billion, with MLPerf's tables: 50,304 tokens and 16,384 positions.
+        # The published 175 billion, but with MLPerf's tables of 50,304 tokens and 16,384 positions.
         ("gpt3-175b", 174_780_997_632),
     ],
 )
@@ -230,8 +230,8 @@ def test_a_preset_has_as_many_parameters_as_its_sizes_say(name, parameters):
     ("keys", "message"),
     [
         ({"trainable_position_size": 8}, "a row has more positions than the table"),
-        ({"trainable_position_size": -1}, "this family has no rotary positions: give the number of learned ones"),
-        ({"base_num_kv_heads": 2}, "as many keys and values as queries"),
+        ({"trainable_position_size": -1}, "this family has no RoPE: set the number of learned positions"),
+        ({"base_num_kv_heads": 2}, "as many key-value heads as query heads"),
         ({"decoder_block": "llama2"}, "this family has separate matrices for queries, keys and values"),
     ],
 )

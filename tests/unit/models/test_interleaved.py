@@ -1,4 +1,4 @@
-"""interleave_moe_layer_step: layers without experts between those with, in every family that has experts.
+"""interleave_moe_layer_step: dense layers between layers with experts, in every family with experts.
 
 tests/unit/models/test_goldens.py compares such a model with Hugging Face's.
 """
@@ -87,8 +87,8 @@ def test_formats_without_it_refuse_it(block):
 @pytest.mark.parametrize(
     ("block", "layers", "message"),
     [
-        ("mixtral", 3, "the number of layers must be a multiple of it: one of 2 has experts"),
-        ("deepseek", 4, "the number of layers after the first 1 must be a multiple of it"),
+        ("mixtral", 3, "the number of layers must be a multiple of 2"),
+        ("deepseek", 4, "the number of layers after the first 1 must be a multiple of 2"),
     ],
 )
 def test_a_remainder_is_refused(block, layers, message):

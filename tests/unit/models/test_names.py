@@ -1,4 +1,4 @@
-"""Maps a block's own parameter names to another block's names."""
+"""Maps a block's parameter names to those of another block."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Compares presets with the published models: the sizes in their config.json and their numbers of parameters."""
+"""Presets against the published models: the sizes in their config.json and their parameter counts."""
 
 import fnmatch
 import functools
@@ -94,7 +94,7 @@ def test_a_preset_has_the_sizes_of_the_published_model(name):
 
 
 def test_dropout_is_off_where_maxtext_turns_it_off():
-    """With the other presets, dropout_rate has an effect."""
+    """In the other presets, dropout_rate has an effect."""
     off = {name for name in preset_names()[1:] if not preset(name).enable_dropout}
     on = {"llama2-70b", "qwen3-14b", "qwen3-32b", *FAMILIES}
     assert off == {*PUBLISHED, *WITH_EXPERTS, *OTHERS, TINY, *GPT3, *GPT_OSS} - on
@@ -112,7 +112,7 @@ def test_rope_is_scaled_where_it_was_published_so(name):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_preset_has_as_many_parameters_as_the_published_model(name):
-    """Computed from its config.json, and from the model itself, which is not allocated."""
+    """Counted from its config.json, and from the abstract model."""
     width, heads, kv_heads, hidden, layers, vocab, _, _, tied, published = PUBLISHED[name]
     query, key = heads * 128, kv_heads * 128
     block = width * query + 2 * width * key + query * width + 3 * width * hidden + 2 * width
@@ -253,7 +253,7 @@ def test_a_preset_of_a_newer_family_is_the_published_model(name):
     own = own | ({"normalize_embedding_logits": False} if tied else {}) | {"remat_policy": "full"}
     own["mlp_activations"] = ("gelu" if family.startswith("gemma") else "silu", "linear")
     assert {key: config[key] for key in own} == own
-    # It sets no other key. The base of RoPE in Gemma 1 and 2 is the default.
+    # The preset sets no other key. The RoPE base of Gemma 1 and 2 is the default.
     given = {key for key, source in loaded_preset(name).sources.items() if source.startswith("preset")}
     assert given | {"rope_max_timescale"} == {*SIZES_OF_FAMILIES, *own}
     assert table(name) + not_embedded(name) == published
@@ -270,7 +270,7 @@ def test_parameters_are_those_of_the_reports_of_gemma(name):
 def test_parameters_are_those_of_the_report_and_the_files_of_gemma_3(name):
     millions, published = WITH_VISION[name]
     assert round(not_embedded(name) / 1e6) == millions
-    # SigLIP, So400m: a layer has four matrices with biases, an MLP with biases, and two norms.
+    # SigLIP So400m: each layer has four matrices with biases, an MLP with biases, and two norms.
     layer = 4 * (1152 * 1152 + 1152) + 2 * 1152 * 4304 + 4304 + 1152 + 4 * 1152
     encoder = 14 * 14 * 3 * 1152 + 1152 + 4096 * 1152 + 27 * layer + 2 * 1152
     vision = 0 if name == "gemma3-1b" else encoder + 1152 * FAMILIES[name][1] + 1152
@@ -294,7 +294,7 @@ def test_parameters_are_those_of_the_report_and_the_files_of_gemma_3(name):
 )
 @pytest.mark.parametrize("name", LARGEST)
 def test_the_largest_preset_of_a_family_can_be_trained(name):
-    """A training step is traced, and nothing is allocated."""
+    """Traces a training step; nothing is allocated."""
     config = resolve(loaded_preset(name, "max_target_length=64").config, device_count=1, platform="cpu")
     run = build(config, jax.devices()[:1])
     state, metrics = run.step.trace(*run.abstract_args()).out_info
@@ -322,7 +322,7 @@ def test_a_published_config_json_is_its_preset(name, data):
 
 @pytest.mark.parametrize("name", RECURRENT)
 def test_a_preset_with_recurrent_layers_is_the_published_model(name):
-    """Also with the module and the tower, which are in the published number of parameters."""
+    """The published parameter count includes the multi-token-prediction module and the image tower."""
     config = preset(name)
     block, *sizes, tied, has_module, tower, published = RECURRENT[name]
     width, heads, kv_heads, value_heads, hidden, experts, _, layers, vocab, _ = sizes
@@ -350,8 +350,8 @@ def test_a_preset_with_recurrent_layers_is_the_published_model(name):
 
 
 def image_tower(depth: int, width: int, hidden: int, text: int) -> int:
-    """Returns the parameters of Qwen's tower: patches of 2 x 16 x 16 pixels, 48 x 48 positions, layers with biases,
-    and two matrices that map 2 x 2 patches to the width of the text."""
+    """Returns the parameter count of Qwen's tower: patches of 2 x 16 x 16 pixels, 48 x 48 positions, layers with
+    biases, and two matrices that map 2 x 2 patches to the width of the text."""
     layer = 4 * width * width + 4 * width + 2 * width * hidden + hidden + width + 4 * width
     ends = (3 * 512 + 1 + 48 * 48) * width + 2 * width + 4 * width * (4 * width + 1) + (4 * width + 1) * text
     return depth * layer + ends
@@ -375,13 +375,13 @@ def shapes_of(tree: Any) -> list[tuple[int, ...]]:
 
 
 def table(name: str) -> int:
-    """Returns the parameters of the embedding table, and of the output head if it has its own."""
+    """Returns the parameter count of the embedding table and, if untied, of the output head."""
     _, width, *_, vocab, _, _, tied, _ = FAMILIES[name]
     return vocab * width * (1 if tied else 2)
 
 
 def not_embedded(name: str) -> int:
-    """Returns the parameters of the blocks and of the final norm, from the sizes in config.json."""
+    """Returns the parameter count of the blocks and the final norm, from the sizes in config.json."""
     family, width, heads, kv_heads, head_dim, hidden, layers, *_ = FAMILIES[name]
     query, key = heads * head_dim, kv_heads * head_dim
     own = OWN_OF_PRESETS.get(name, OWN[family])

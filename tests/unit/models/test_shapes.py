@@ -1,4 +1,4 @@
-"""Blocks of other shapes than Llama's (tests/other_shapes.py), which the layers and both stacks carry."""
+"""Blocks that differ from Llama's in shape (tests/other_shapes.py), in the layers and both stacks."""
 
 import dataclasses
 import functools
@@ -60,7 +60,7 @@ def test_single_projections_have_a_bias_and_heads_have_sinks():
 
 
 def test_the_forward_pass_is_that_of_its_formulas():
-    """In NumPy, for one row of one segment and one layer, with every parameter drawn at random."""
+    """Compares with NumPy, for one row of one segment and one layer with random parameters."""
     keys = {"attention": "blockwise", "base_num_decoder_layers": 1, "max_target_length": LENGTH}
     config = tiny_config("nnx", **OWN | keys)
     model, rng = model_of(config), np.random.default_rng(0)
@@ -102,13 +102,13 @@ def normed(config, x, scale):
 
 
 def test_generation_carries_state_that_has_no_place_for_each_position():
-    """A prompt that begins like an earlier one, but goes on otherwise, must not begin with that one's sum."""
+    """A prompt that shares only a prefix with an earlier prompt must not start from the earlier prompt's sum."""
     keys = {"max_target_length": LENGTH, "vocab_size": VOCABULARY, "logits_via_embedding": False}
     keys |= {"per_device_batch_size": 2, "enable_prefix_caching": True, "prefix_caching_hbm_byte": 10**8}
     keys |= {"use_chunked_prefill": True, "prefill_chunk_size": 4, "decode_sampling_strategy": "greedy"}
     engine = MaxEngine(tiny_config("nnx", **OWN | keys), jax.devices()[:1])
     params, rest = random_variables(engine.served.model)
-    params["decoder"]["layers"]["mix"]["kernel"] *= 20  # so that the mean decides
+    params["decoder"]["layers"]["mix"]["kernel"] *= 20  # so that the mean decides the next token
     assert sorted(set(engine.places(engine.init_decode_state().cache))) == [0, LENGTH]
 
     @jax.jit
@@ -119,7 +119,7 @@ def test_generation_carries_state_that_has_no_place_for_each_position():
 
     scheduler = Scheduler(engine, engine.hold(params, rest))
     prompts = [[5, 0, 17, 3, 9, 1], [5, 0, 17, 44], [5, 0, 17, 3, 9, 1, 30], [5, 0, 17, 3, 9, 1]]
-    for prompt in prompts:  # one after the other, so that each may begin with an earlier one
+    for prompt in prompts:  # one by one, so that each prompt can reuse an earlier one
         number = scheduler.submit(prompt, limit=6)
         drawn = [event.token for event in scheduler.run() if event.request == number and event.token is not None]
         row = list(prompt)
@@ -152,7 +152,7 @@ def test_a_kernel_without_sinks_is_not_chosen_and_not_run(monkeypatch):
         resolve(load([*words, "attention=flash"]).config, **chosen)
     keys = {"heads": 2, "kv_heads": 1, "head_dim": 8, "rope": None, "rngs": nnx.Rngs(0)}
     dtypes = dict.fromkeys(("dtype", "weight_dtype"), jnp.dtype("bfloat16"))
-    with pytest.raises(UserError, match="cudnn_flash_jax: it does not support sinks; choose attention=blockwise"):
+    with pytest.raises(UserError, match="cudnn_flash_jax does not support sinks; choose attention=blockwise"):
         Attention(16, op="cudnn_flash_jax", sinks=True, **keys, **dtypes)
 
 
@@ -180,7 +180,7 @@ def test_experts_may_have_such_a_gate(sparse):
         return layer(x, Context(ids, ids + 1, ids[:, 0], None)), layer.gate(x, (None,) * 3), matrices
 
     out, gate, matrices = jax.device_get(run(x))
-    expert = gate.argmax(-1)  # whose weight is 1
+    expert = gate.argmax(-1)  # the chosen expert has weight 1
     wi_0, wi_1, wo = (matrix[expert] for matrix in matrices)
     hidden = jax.jit(clipped_gate)(*(np.einsum("bte,bteh->bth", x, matrix) for matrix in (wi_0, wi_1)))
     np.testing.assert_allclose(out, np.einsum("bth,bthe->bte", hidden, wo), atol=1e-5)
@@ -188,7 +188,7 @@ def test_experts_may_have_such_a_gate(sparse):
 
 @pytest.mark.parametrize("how", [{"sparse": True}, {"sparse": False}, {"sparse": False, "capacity_factor": 3.0}])
 def test_the_gradient_of_a_bias_of_experts_is_a_sum_in_float32(how):
-    """Sums of ones in bfloat16 end at 256. A token's only expert has the weight 1."""
+    """A bfloat16 sum of ones would stop at 256. Each token has one expert, with weight 1."""
     dtypes = {"dtype": jnp.dtype("bfloat16"), "weight_dtype": jnp.dtype("float32")}
     how = {"experts": 2, "chosen": 1, "score": softmax_of_chosen, "capacity_factor": -1.0, "bias": True, **how}
     layer = MoE(4, 3, ("silu", "linear"), **how, rngs=nnx.Rngs(0), **dtypes)

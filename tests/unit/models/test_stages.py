@@ -1,4 +1,4 @@
-"""How the stacks of a model are divided into the stages of a pipeline, and trees between this form and layers."""
+"""Dividing a model's stacks into pipeline stages, and converting trees between stages and layers."""
 
 import itertools
 import re
@@ -20,7 +20,7 @@ from trainer.optim.optimizer import make_optimizer
 
 STAGES = "ici_pipeline_parallelism"
 TWO = {STAGES: 2, "ici_fsdp_parallelism": -1, "base_num_decoder_layers": 4}
-# One layer is dense, four are in the pipeline; of six, one is left.
+# FIVE: one dense layer, and four layers in the pipeline. SIX: one more layer, outside the pipeline.
 FIVE = {**EVERY_MATRIX, "base_num_decoder_layers": 5}
 SIX = {**FIVE, "base_num_decoder_layers": 6, "pipeline_parallel_layers": 4}
 GEMMA2 = {"decoder_block": "gemma2", "sliding_window_size": 4}
@@ -45,11 +45,11 @@ def shapes(found):
             "2 stages x 2 layers; 2 microbatches in 3 iterations, 33.3% of",
         ),
         ({"pipeline_parallel_layers": 2}, [("layers", (1, 2, 1)), (f"layers{OUTSIDE}", (2,))], "; 2 layers outside"),
-        # The longest stack is divided.
+        # The longest stack is pipelined.
         (FIVE, [("dense_layers", (1,)), ("moe_layers", (2, 2, 1))], "; 1 layer outside"),
         (SIX, [("dense_layers", (1,)), ("moe_layers", (2, 2, 1)), (f"moe_layers{OUTSIDE}", (1,))], "; 1 layer outside"),
         ({**SIX, "first_num_dense_layers": 4}, [("dense_layers", (2, 2, 1)), ("moe_layers", (2,))], "; 2 layers out"),
-        # A stage has whole patterns, of two and six layers.
+        # A stage consists of whole patterns, here of two and six layers.
         ({**GEMMA2, "num_layers_per_pipeline_stage": 2}, [("layers", (1, 2, 1))], "2 stages x 2 layers;"),
         ({**GEMMA3, "num_layers_per_pipeline_stage": 6}, [("layers", (1, 2, 1))], "2 stages x 6 layers;"),
     ],
@@ -106,9 +106,9 @@ def test_what_does_not_fit(keys, message):
 
 
 def changes(text):
-    """Returns the keys of each setting that a message names."""
+    """Yields the keys of each setting that a message suggests."""
     for part in filter(None, text.partition("nearest: ")[2].split(" or ")):
-        if part.startswith("a stack of"):  # a setting of the model
+        if part.startswith("a stack of"):  # changes the model, not the pipeline
             continue
         count = re.fullmatch(r"(\d+) stages?", part)
         yield {STAGES: int(count[1])} if count else {name: int(n) for name, n in re.findall(r"(\w+)=(\d+)", part)}
@@ -147,13 +147,13 @@ def test_the_nearest_settings_fit():
                 assert change
                 named |= change.keys()
                 again = fits(stack, **keys | change)
-                # A mistake about the pattern comes before others, if no number of whole patterns fits.
+                # If no number of whole patterns fits, that error is reported first, and another may follow.
                 assert not again or ("a pattern of" in text and "a pattern of" not in again), (keys, text, again)
     assert named == {STAGES, "num_pipeline_repeats", "num_layers_per_pipeline_stage", "pipeline_parallel_layers"}
 
 
 def numbered(config, tree):
-    """Returns `tree` with arrays that hold the number of their layer in its stack."""
+    """Returns `tree` with each array filled with the numbers of its layers within their stack."""
     first, firsts = {}, {}
     for stack in stacks(config):
         name = stack.name.removesuffix(OUTSIDE)
@@ -210,14 +210,14 @@ def test_initial_values_do_not_depend_on_the_pipeline(combination):
     config = config_of(combination, **{"base_num_decoder_layers": 6, "pipeline_parallel_layers": 4})
 
     def initial(config):
-        """Returns parameters of each kind: a stack's kernels and norm, and the embedding."""
+        """Returns one parameter of each kind: a stack's kernels and norm, and the embedding."""
 
         def some(key):
             found = by_name(to_layers(stacks(config), model_of(config).init(key)[0]))
             kinds = r"token_embedder|mlp/(wo|wi_0)/kernel|self_attention/query|pre_self_attention_layer_norm"
             return {name: value for name, value in found.items() if re.search(kinds, name)}
 
-        # Without fusions: in one, code may round a product differently.
+        # Without fusions, because fused code may round a product differently.
         return jax.jit(some, compiler_options={"xla_disable_hlo_passes": "fusion"})(seed_key(0))
 
     expected = initial(unpipelined(config))

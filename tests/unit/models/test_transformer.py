@@ -1,4 +1,4 @@
-"""The model: its names, shapes and axes, and its results, in all five combinations."""
+"""The model's names, shapes, axes and results, in all five combinations."""
 
 import dataclasses
 import functools
@@ -69,7 +69,7 @@ def flat(tree):
 
 
 def with_random_scales(params):
-    """Returns the parameters with different norm scales: all start as ones, so that two norms could be confused."""
+    """Returns the parameters with random norm scales. All scales start as ones, so two norms could be confused."""
     rng = np.random.default_rng(0)
 
     def one(path, leaf):
@@ -81,7 +81,7 @@ def with_random_scales(params):
 
 @functools.cache
 def model(combination, name="tied, gated"):
-    """Returns configuration, initial parameters, and compiled functions of one model in one combination."""
+    """Returns the configuration, initial parameters and compiled functions of one model in one combination."""
     config = tiny_config(combination, max_target_length=LENGTH, **MODELS[name], **DROPOUT)
     made = make_model(config)
     init = jax.jit(lambda seed: made.init(jax.random.key(seed))[0])
@@ -160,7 +160,7 @@ def test_llama2_7b_has_its_published_size(combination):
 def test_decoding_token_by_token_gives_the_logits_of_the_whole_row(combination):
     m, batch = model(combination), random_rows()
     whole = m.logits(batch)
-    cache = dataclasses.replace(init_cache(m.config, ROWS, LENGTH), filled=True)  # so that one program is enough
+    cache = dataclasses.replace(init_cache(m.config, ROWS, LENGTH), filled=True)  # so that one program suffices
     for t in range(LENGTH):
         token = {name: x if name == "row" else x[:, t : t + 1] for name, x in batch.items()}
         logits, cache = m.run(m.params, token, None, cache)
@@ -206,7 +206,7 @@ def test_without_a_key_there_is_no_dropout_and_with_one_every_key_gives_its_own(
 
 
 class Reference:
-    """The forward pass of one model, written a second time: NumPy, float64, loops over layers, rows and heads.
+    """A second implementation of the forward pass: NumPy, float64, loops over layers, rows and heads.
 
     With a key, it draws every dropout mask from the key folded with layer, site and row, and records the masks.
     """
@@ -292,7 +292,7 @@ def reference(name):
     return Reference(m.config, m.params).logits(packed_batch(m.config, ROWS, seed=2))
 
 
-# tests/integration shows that the other combinations have the same bits as these two.
+# tests/integration shows that the other combinations are bit-identical to these two.
 @pytest.mark.parametrize("combination", sorted({ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]}))
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_equal_a_second_implementation(combination, name):
@@ -312,7 +312,7 @@ def test_the_soft_cap_bounds_the_logits_of_either_head(combination, head):
         return made.apply(params, {}, made.apply(params, {}, *inputs)[0], method="head")[0]
 
     capped = np.asarray(jax.jit(forward)(plain.params))
-    logits = reference(CAPPED[head])  # for the tied head already divided by sqrt(width)
+    logits = reference(CAPPED[head])  # for the tied head, already divided by sqrt(width)
     np.testing.assert_allclose(capped, CAP * np.tanh(logits / CAP), atol=1e-4)
     assert np.abs(logits).max() > 2 * CAP
 
@@ -335,7 +335,7 @@ def test_the_gradient_of_the_soft_cap_is_that_of_finite_differences():
 
     expected = weight * (second(products + step) - second(products - step)) / (2 * step)
     found = jax.grad(lambda x: (weight * finish_logits(config, x)).sum())(jnp.float32(products))
-    # Float32 against differences in float64, whose own error is 1e-9.
+    # Float32 against finite differences in float64, with an error of 1e-9.
     np.testing.assert_allclose(found, expected, atol=1e-6)
     assert np.abs(found[:100]).max() > 0.1
 
@@ -354,6 +354,7 @@ def test_dropout_equals_a_second_implementation(combination):
 
 def test_every_step_layer_site_and_row_has_a_mask_of_its_own():
     masks = [mask for step in (0, 1) for mask in reference_with_dropout(step)[1].values()]
-    # Per step: the embedding and the head; and in each layer MLP hidden units, block output, and 16 attention queries.
+    # Per step and row: the embedding and the head; in each layer, MLP hidden units, block output, and 16 attention
+    # queries.
     assert len(masks) == 2 * ROWS * (2 + 2 * (2 + LENGTH))
     assert len({mask.tobytes() for mask in masks}) == len(masks)

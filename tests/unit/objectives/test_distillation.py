@@ -1,4 +1,4 @@
-"""Distillation: terms and gradients against float64, tiles, microbatches, vocabularies, and 30 steps of TRL's GKD.
+"""Distillation: terms and gradients against float64; tiles, microbatches, vocabularies; 30 steps of TRL's GKD.
 
 `ops/test_divergence.py` compares the divergences themselves with their definitions.
 """
@@ -52,7 +52,7 @@ LOSSES = ("forward_kl", "reverse_kl", "jensen_shannon")
 
 @cache
 def built(combination="nnx", devices=1, vocab_size=64, same=False, **keys):
-    """Returns a run whose teacher has `vocab_size` tokens, or with `same` the sizes of the student."""
+    """Returns a run whose teacher has `vocab_size` tokens or, with `same`, the student's sizes."""
     sizes = {name: TINY[name] for name in SIZES} | ({} if same else TEACHER | {"vocab_size": vocab_size})
     words = arguments(combination, **KEYS | {"teacher_overrides": sizes} | keys)
     return build(load(words).config, jax.devices()[:devices])
@@ -64,7 +64,7 @@ def drawn(abstract, seed=3, scale=0.5):
 
 
 def example(run):
-    """Returns a first state, the teacher's arrays, and a batch with padding and tokens without loss."""
+    """Returns an initial state, the teacher's arrays, and a batch with padding and tokens without loss."""
     batch = packed_batch(run.config, run.rows)
     batch["targets_segmentation"][1, ::3] = 0
     return first_tree(run), jax.device_put(drawn(run.frozen.abstract)), batch
@@ -76,7 +76,7 @@ def gradients(run, tree, frozen, batch):
 
 
 def float64_logits(run, apply, params, rest, batch):
-    """Returns logits in float64, from the model in float32."""
+    """Returns float64 logits of the model in float32."""
     inputs = (batch["inputs"], batch["inputs_position"], batch["inputs_segmentation"], batch["row"])
 
     def forward(params):
@@ -128,7 +128,7 @@ def test_terms_are_those_of_float64(name):
 
 
 def close(left, right, tolerance=1e-5):
-    """Sums in another order differ by rounding."""
+    """Allows for the rounding of sums in another order."""
     assert left.loss == pytest.approx(right.loss, rel=tolerance)
     for name, value in left.means.items():
         assert value == pytest.approx(right.means[name], rel=tolerance, abs=tolerance)
@@ -173,7 +173,7 @@ def test_neither_tiles_nor_microbatches_nor_the_mesh_change_it(case):
 
 
 def test_the_memory_of_a_step_in_tiles():
-    """At most that of tiled training and of one forward pass, and half of the logits of one row."""
+    """A tiled step needs at most the memory of tiled training plus one forward pass, plus half of one row's logits."""
     sizes = {"vocab_size": 2048, "max_target_length": 128, "per_device_batch_size": 2, "num_vocab_tiling": 16}
     with_teacher = KEYS | {"teacher_overrides": TEACHER | {"vocab_size": 2048}}
     run, plain = (build(load(arguments("nnx", **k | sizes)).config, jax.devices()[:1]) for k in (with_teacher, {}))
@@ -231,7 +231,7 @@ def test_a_schedule_changes_the_terms_of_later_updates():
 
 @pytest.mark.parametrize("vocab_size", [56, 72])
 def test_a_teacher_with_fewer_or_more_tokens(vocab_size):
-    """Only shared tokens are compared, and no text that the teacher cannot read."""
+    """Only tokens of both vocabularies are compared, and only up to the first input that the teacher lacks."""
     run = built(vocab_size=vocab_size)
     tree, frozen, batch = example(run)
     found = gradients(run, tree, frozen, batch)
@@ -282,11 +282,11 @@ def test_objectives_that_wrap_others_can_be_copied():
             {"distill_vocab_size": 65, "teacher_overrides": TEACHER | {"vocab_size": 64}},
             "has only 64 tokens",
         ),
-        ({"teacher_overrides": {"steps": 5}}, "steps is no key of the teacher's model"),
+        ({"teacher_overrides": {"steps": 5}}, "steps is not a key of the teacher's model"),
         ({"distill_alpha": 0.0}, "nothing would be learned"),
         ({"use_dpo": True, "dataset_type": "grain"}, "use_dpo=true"),
         ({"ici_pipeline_parallelism": 2}, "does not run in a pipeline"),
-        ({"distill_alpha_schedule": "linear"}, "name the value at the end"),
+        ({"distill_alpha_schedule": "linear"}, "set the value at the end"),
         ({"distill_alpha_schedule": "linear", "distill_alpha_end": 1.5}, r"distill_alpha_end=1.5 .*\[0, 1\]"),
         ({"distill_temperature_schedule": "cosine", "distill_temperature_end": 0.0}, "distill_temperature_end=0.0"),
         ({"teacher_overrides": {"load_parameters_path": "x"}}, "is teacher_path"),
@@ -300,7 +300,7 @@ def test_what_is_refused(keys, problem):
 
 
 def test_a_step_without_a_teacher_is_not_compiled():
-    """As trainer.train_compile reads its command."""
+    """Reads the command as trainer.train_compile does."""
     with pytest.raises(UserError, match="there is no teacher"):
         build(with_teacher(load(arguments("nnx", **KEYS))).config, jax.devices()[:1])
 
@@ -313,7 +313,7 @@ def test_a_teacher_that_the_mesh_does_not_divide():
 
 
 def rows_of(sequences, length=32):
-    """Returns a batch with one sequence in each row; only completions bear loss."""
+    """Returns a batch with one sequence per row; only completions bear loss."""
     fields = np.zeros((4, len(sequences), length), np.int32)
     for row, sequence in enumerate(sequences):
         prompt, tokens = len(sequence["prompt"]), [*sequence["prompt"], *sequence["completion"]]
@@ -338,7 +338,7 @@ def weights_at(place, config):
 
 @pytest.mark.parametrize("name", GOLDEN["runs"])
 def test_thirty_steps_are_those_of_trl(name):
-    """TRL has no factor T^2, so its learning rate is T^2 times ours."""
+    """TRL lacks the factor T^2, so its learning rate is T^2 times ours."""
     there = GOLDEN["runs"][name]
     divergence = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(there["beta"], "jensen_shannon")
     square = there["temperature"] ** 2
@@ -359,11 +359,10 @@ def test_thirty_steps_are_those_of_trl(name):
         batch = rows_of([sequences[(4 * i + j) % len(sequences)] for j in range(4)])
         state, metrics = step(state, placed(run, batch), frozen)
         found.append(float(metrics["loss"]) / square)
-    np.testing.assert_allclose(found, there["losses"], rtol=5e-5)  # rounding of float32, which training amplifies
+    np.testing.assert_allclose(found, there["losses"], rtol=5e-5)  # float32 rounding, which training amplifies
 
 
 def test_a_custom_divergence_replaces_it():
-    """The objective takes any divergence."""
     run = built()
     twice = dataclasses.replace(run.objective, divergence=lambda *x: 2 * divergence_of("forward_kl", 0.5)(*x))
     tree, frozen, batch = example(run)

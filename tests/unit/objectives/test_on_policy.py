@@ -13,11 +13,11 @@ from trainer.objectives.distillation import PARAMS, REST, Distillation, Schedule
 from trainer.objectives.on_policy import LABELLED, OLD, OnPolicy
 from trainer.ops.divergence import reverse_kl
 
-TOKENS, T = 5, 1.7  # tokens of the teacher, and the temperature
+TOKENS, T = 5, 1.7  # the teacher's tokens, and the temperature
 
 
 def apply(logits, rest, *inputs, method=None, **others):
-    """A model whose parameters are its logits, the same for each input."""
+    """A model whose parameters are its logits, whatever the input."""
     if method == "head":
         return (jnp.broadcast_to(logits, (*inputs[0].shape[:2], len(logits))),)
     return inputs[0][..., None], {}, None
@@ -50,7 +50,7 @@ def log_softmax(logits):
 
 @pytest.mark.parametrize("vocab", [TOKENS, TOKENS + 2])
 def test_the_sampled_form_estimates_reverse_kl_and_its_gradient(vocab):
-    """The expectation over all tokens, whichever distribution they are sampled from. Tokens that the teacher lacks
+    """Computes the expectation over all tokens, for two sampling distributions. Tokens that the teacher lacks
     contribute nothing."""
     rng = np.random.default_rng(0)
     student, other, theirs = (np.float32(rng.normal(size=size)) for size in (vocab, vocab, TOKENS))

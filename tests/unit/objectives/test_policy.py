@@ -1,4 +1,4 @@
-"""The objective of reinforcement learning against an implementation in NumPy, sequence by sequence."""
+"""The reinforcement learning objective against a NumPy implementation that loops over sequences."""
 
 import functools
 import itertools
@@ -18,7 +18,7 @@ AGGREGATIONS = ("token-mean", "sequence-mean", "sequence-mean-token-mean")
 
 
 def apply(params, rest, x, *args, method="", capture=(), **_):
-    """A model whose logits at a token depend on that token alone."""
+    """A model whose logits depend only on the current token."""
     if method == "head":
         return x @ params["head"], {}, None
     return jnp.asarray(params["embedding"])[x], {kind.__name__: {} for kind in capture}, None
@@ -44,7 +44,7 @@ def log_probs(params, rollout, temperature):
 
 
 def some_rollouts(temperature=1.0, count=9, old=1):
-    """Returns rollouts whose log-probabilities are those of other parameters, their advantages and rewards."""
+    """Returns rollouts with the log-probabilities of other parameters, their advantages, and their rewards."""
     rng = np.random.default_rng(3)
     found = []
     for _ in range(count):
@@ -63,7 +63,7 @@ def batch_of(rollouts, gains, rewards, align=1, spare=0):
 
 
 def expected(params, reference, rollouts, gains, rewards, objective):
-    """Returns the terms of the loss and what is measured."""
+    """Returns the loss terms and the measured values by name."""
     totals, counts = {"policy_loss": [], "kl_loss": []}, []
     clipped, kls, drift = 0, [], 0.0
     for rollout, gain in zip(rollouts, gains, strict=True):
@@ -93,7 +93,7 @@ def expected(params, reference, rollouts, gains, rewards, objective):
 
 
 def found(params, reference, batch, objective, parts=1):
-    """Returns the same of the objective, as a step adds it up over `parts` microbatches."""
+    """Returns the objective's counterpart of `expected`, summed over `parts` microbatches as in a step."""
     weights = objective.weights(batch)
     terms, drift = {}, 0.0
     for part in range(parts):
@@ -113,7 +113,7 @@ CASES = [
 
 @jax.jit
 def found_of_all(params, reference, batch):
-    """Returns what is found for each case, over one and over two microbatches: one program for all."""
+    """Returns the results for each case over one and two microbatches, from one program."""
     cases = itertools.product(CASES, (1, 2))
     return {(case, parts): found(params, reference, batch, policy(*case), parts) for case, parts in cases}
 
@@ -123,7 +123,7 @@ def test_all_terms_are_those_of_numpy(algorithm, aggregation, beta, temperature)
     case = algorithm, aggregation, beta, temperature
     params, reference = parameters(0), parameters(2)
     rollouts, gains, rewards = some_rollouts(temperature)
-    # Rows without sequences, space between sequences and microbatches change nothing.
+    # Empty rows, gaps between sequences, and microbatches change nothing.
     sparse = batch_of(rollouts, gains, rewards, align=4, spare=2)
     rows = len(sparse["row"]) // 2 * 2
     assert rows >= 4
@@ -144,7 +144,7 @@ def test_all_terms_are_those_of_numpy(algorithm, aggregation, beta, temperature)
 
 @functools.cache
 def gradients_of_all():
-    """Returns the gradients of each case: one program for all."""
+    """Returns the gradients of each case, from one program."""
     batch = batch_of(*some_rollouts())
 
     def loss(params, reference, case):

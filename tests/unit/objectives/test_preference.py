@@ -40,7 +40,7 @@ NO_REFERENCE = np.zeros((1, 6), np.float32)
 
 
 def rows_of(pairs, length, together=True):
-    """Returns a batch of the pairs, each a prompt and two answers, as `trainer.data` packs them."""
+    """Returns a batch of the pairs, packed as `trainer.data` packs them. A pair is a prompt and two answers."""
 
     def side(prompt, answer):
         loss = np.arange(1, len(prompt) + len(answer)) >= len(prompt)
@@ -56,15 +56,15 @@ def rows_of(pairs, length, together=True):
 
 
 def two_pairs():
-    """Returns a row of six tokens with two pairs, whose answers have 1, 2, 1 and 1 tokens; log-probabilities of its
-    targets; and a third pair without a rejected answer."""
+    """Returns one row with two pairs, whose answers have 1, 2, 1 and 1 tokens, and a third pair without a rejected
+    answer; and the log-probabilities of its targets."""
     segments = np.array([[1, 2, 2, 3, 4, 5]], np.int32)
     batch = {"inputs_segmentation": segments, "targets_segmentation": segments}
     return batch, np.log(np.array([[0.5, 0.25, 0.5, 0.125, 0.5, 0.9]], np.float32))
 
 
 def sums(objectives, batch, logs, reference=None):
-    """Returns the terms of each of the objectives, by one program."""
+    """Returns the terms of each objective, from one program."""
     terms = jax.jit(lambda logs, batch: [objective.terms(batch, logs, reference) for objective in objectives])
     return jax.device_get(terms(logs, batch))
 
@@ -74,7 +74,7 @@ def test_the_loss_of_dpo_is_its_closed_form():
     pairs, weights = jax.jit(lambda batch: (of_pairs(None, batch), Dpo(None).weights(batch)))(batch)
     assert [x.tolist() for x in pairs] == [[[1, 1, 1]], [[2, 1, 0]]]
     assert int(weights.terms["dpo_loss"]) == 2
-    assert int(weights.tokens) == 5  # without the answer that has no partner
+    assert int(weights.tokens) == 5  # not counting the answer without a partner
     smoothings = (0.0, 0.25)
     terms = sums([Dpo(None, smoothing, beta=2.0) for smoothing in smoothings], batch, logs, NO_REFERENCE)
     for smoothing, (found, rewards) in zip(smoothings, terms, strict=True):
@@ -109,7 +109,7 @@ def test_the_likelihood_of_orpo_can_include_the_prompt():
 
 @jax.jit
 def of_both(logs, batch):
-    """Returns the losses of ORPO and DPO with their gradients, and the terms of ORPO with the weight 1."""
+    """Returns the losses and gradients of ORPO and DPO, and the terms of ORPO with weight 1."""
 
     def loss(logs, objective, reference):
         return sum(term[0, :2].sum() for term in objective.terms(batch, logs, reference).minimized.values())
@@ -149,14 +149,14 @@ def test_a_policy_is_its_reference_only_if_no_value_differs():
 
 @cache
 def built(**keys):
-    """Returns a run with 32 tokens in a row, and its compiled gradients."""
+    """Returns a run with 32 tokens per row, and its compiled gradients."""
     run = build(load(arguments("nnx", **(KEYS | {"max_target_length": 32} | keys))).config, jax.devices()[:1])
     return run, jax.jit(make_gradients(run.config, run.objective, run.param_shardings))
 
 
 @cache
 def first_state():
-    """Returns the first state on the host. It is that of all configurations."""
+    """Returns the initial state on the host, which all configurations share."""
     return first_tree(built()[0])
 
 
@@ -170,14 +170,14 @@ def some_pairs(count, seed=0):
 
 
 def moved(tree, scale=0.05):
-    """Returns other parameters near those of `tree`."""
+    """Returns `tree` with slightly perturbed parameters."""
     rng = np.random.default_rng(1)
     params = jax.tree.map(lambda x: (x + scale * rng.normal(size=x.shape)).astype(x.dtype), tree.params)
     return tree._replace(params=params)
 
 
 def padded(batch, rows=8):
-    """Returns `batch` with empty rows, so that one program serves batches of all sizes."""
+    """Returns `batch` padded with empty rows, so that one program serves all batch sizes."""
     count = rows - len(batch["row"])
     more = {name: np.pad(array, [(0, count), *[(0, 0)] * (array.ndim - 1)]) for name, array in batch.items()}
     return more | {"row": np.arange(rows, dtype=np.int32)}
@@ -241,7 +241,7 @@ def test_the_reference_has_neither_dropout_nor_another_key(name):
 
 
 def close(left, right, tolerance=1e-5):
-    """Sums in another order differ by rounding."""
+    """Allows for the rounding of sums in another order."""
     assert left.loss == pytest.approx(right.loss, rel=tolerance)
     for name, value in left.means.items():
         assert value == pytest.approx(right.means[name], rel=tolerance, abs=tolerance)
@@ -301,7 +301,7 @@ def test_fifty_steps_are_those_of_trl(name):
     keys |= {"warmup_steps_fraction": 0, "max_target_length": 64, "per_device_batch_size": 4, "dtype": "float32"}
     keys |= {"dpo_algo": there["algo"], "dpo_label_smoothing": there.get("label_smoothing", 0.0)}
     keys |= {"dpo_beta" if there["algo"] == "dpo" else "dpo_orpo_lambda": there["beta"]}
-    keys |= {"sft_train_on_completion_only": there["algo"] == "dpo"}  # TRL's ORPO learns prompts, too
+    keys |= {"sft_train_on_completion_only": there["algo"] == "dpo"}  # TRL's ORPO trains on prompts, too
     source = open_source(str(MODEL))
     config = model_config(source.keys, as_words(KEYS | pinned("nnx") | keys), str(MODEL))
     leaves = source.leaves(config, weight_shapes(config))
@@ -320,5 +320,5 @@ def test_fifty_steps_are_those_of_trl(name):
     for ours, theirs in (names | {"reward_accuracy": "accuracies"}).items():
         expected = np.array(there["values"][theirs])
         here = np.array([metrics[ours] for metrics in found])
-        # Adam amplifies rounding, which differs between processors: 1.5e-5 was seen.
+        # Adam amplifies rounding, which depends on the processor; measured: 1.5e-5.
         np.testing.assert_allclose(here, expected, atol=5e-5 * np.abs(expected).max(), err_msg=ours)

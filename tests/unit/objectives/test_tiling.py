@@ -1,4 +1,4 @@
-"""Compares the loss in tiles of tokens with the loss of all tokens at once: values, gradients, collectives, memory.
+"""The loss in tiles of tokens against the loss of all tokens at once: values, gradients, collectives, memory.
 
 tests/integration/test_five_combinations.py shows that it is the same program in all combinations, tied and untied.
 """
@@ -52,7 +52,7 @@ MESHES = {
 
 @functools.cache
 def built(**keys):
-    """Returns a run with a tiled loss that has every term, and rows of packed documents and padding."""
+    """Returns a run whose tiled loss has every term, with rows of packed documents and padding."""
     devices = 8 if any("parallelism" in key for key in keys) else 1
     keys = TERMS | FOUR | ({} if devices == 1 else {"per_device_batch_size": 1}) | keys
     run = build(load(arguments("nnx", **keys)).config, jax.devices()[:devices])
@@ -61,7 +61,7 @@ def built(**keys):
 
 
 def loss(run, tiled):
-    """Returns `(params, hidden, batch) -> scaled loss, terms`, which starts at the hidden states."""
+    """Returns `(params, hidden, batch) -> scaled loss, terms`, which starts from the hidden states."""
     objective = run.objective if tiled else dataclasses.replace(run.objective, tiling=None)
 
     def of(params, hidden, batch):
@@ -80,7 +80,7 @@ def inputs(run):
     params = jax.tree.map(lambda leaf: (0.25 * rng.normal(size=leaf.shape)).astype(leaf.dtype), run.model.abstract[0])
     params = jax.tree.map(jax.device_put, params, run.param_shardings.compute)
     batch = packed_batch(config, run.rows)
-    batch["targets_segmentation"][1, ::3] = 0  # prompts and ends of documents: real inputs whose targets bear no loss
+    batch["targets_segmentation"][1, ::3] = 0  # real inputs whose targets bear no loss: prompts and ends of documents
     batch["targets_segmentation"][-1] = 0  # a row of padding
     batch = placed(run, batch)
     shape = (*batch["targets"].shape, config.base_emb_dim)
@@ -101,7 +101,7 @@ def program(tiled, **keys):
 
 
 def both(**keys):
-    """Returns the results of the tiled and of the plain loss, and which tokens have no loss, on the host."""
+    """Returns the results of the tiled and of the plain loss on the host, and a mask of the tokens without loss."""
     args = inputs(built(**keys))
     results = [jax.device_get(program(tiled, **keys)(*args)) for tiled in (True, False)]
     return *results, jax.device_get(args[2]["targets_segmentation"]) == 0
@@ -121,10 +121,11 @@ def test_loss_and_gradients_equal_those_without_tiles(case):
     ((value, (terms, found)), grads), ((plain, (plain_terms, plain_found)), plain_grads), without_loss = both(**keys)
     low = run.config.dtype == "bfloat16"
     assert set(terms) == {"lm_loss", "z_loss", "label_smoothing_loss"}
-    # Each token is computed as without tiles, but XLA sums a smaller product in another order.
+    # Tiles compute each token in the same way, but XLA sums the smaller product in another order.
     assert_close((terms, found), (plain_terms, plain_found), 1e-2 if low and case in MESHES else 2e-6)
     np.testing.assert_allclose(value, plain, rtol=1e-5)
-    # In bfloat16, the gradient of each tile is rounded (2^-9), while the plain loss rounds the gradient of all tokens.
+    # In bfloat16, the gradient of each tile is rounded (2^-9); the plain loss rounds once, after summing over all
+    # tokens.
     assert_close(grads, plain_grads, 2**-6 if low else 2e-6)
     matrix, hidden = grads[0], grads[1]
     for name in transformer.head_matrix(run.config):
@@ -135,7 +136,7 @@ def test_loss_and_gradients_equal_those_without_tiles(case):
 
 
 def test_a_product_with_parameters_gets_its_gradients(monkeypatch):
-    """The product's parameters are stored next to the head's matrix. No other parameters have a gradient, tiled or
+    """The product's parameters are stored next to the head's matrix. Only these parameters have a gradient, tiled or
     not."""
 
     class Adapter(nnx.Module):
@@ -149,7 +150,7 @@ def test_a_product_with_parameters_gets_its_gradients(monkeypatch):
 
     family = dataclasses.replace(llama2.FAMILY, products=lambda config: [("logits_dense", Adapter)])
     monkeypatch.setattr(llama2, "FAMILY", family)
-    mesh = {"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2, "sharding_tolerance": 1}  # of no other test
+    mesh = {"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2, "sharding_tolerance": 1}  # only in this test
     (tiled, grads), (plain, plain_grads), _ = both(logits_via_embedding=False, **mesh)
     assert_close(tiled, plain, 2e-6)
     assert_close(grads, plain_grads, 2e-6)
@@ -159,8 +160,8 @@ def test_a_product_with_parameters_gets_its_gradients(monkeypatch):
 
 
 def test_the_head_is_gathered_and_its_gradient_reduced_once():
-    """They are not in the loops over tiles. There, tensor parallelism adds logits and hidden states, as without
-    tiles."""
+    """Neither collective is inside the loop over tiles. Tensor parallelism adds logits and hidden states inside the
+    loop, as it does without tiles."""
     for mesh, in_loops in (("fsdp", False), ("fsdp x tensor, tied", True)):
         run = built(**MESHES[mesh])
         found, notes = collectives(parse(program(True, **MESHES[mesh]).as_text()), run.mesh)
@@ -168,7 +169,7 @@ def test_the_head_is_gathered_and_its_gradient_reduced_once():
         tensor = run.mesh.shape["tensor"]
         head = run.config.vocab_size * run.config.base_emb_dim * 4 // tensor
         assert sum(it.count for it in found if it.size >= head and it.kind == "all-reduce") == 1
-        assert sum(it.count for it in found if it.size >= head and it.kind == "all-gather") <= 2  # one in each pass
+        assert sum(it.count for it in found if it.size >= head and it.kind == "all-gather") <= 2  # one per pass
         repeated = [it for it in found if it.count >= run.config.num_vocab_tiling]
         assert bool(repeated) == in_loops
         assert all(it.axes == ("tensor",) and it.size < head for it in repeated)
@@ -189,7 +190,7 @@ def test_compiled_memory_falls_to_the_logits_of_a_tile():
 
 
 def test_the_gradient_of_the_head_is_summed_in_float32():
-    """64 tiles whose gradients have the same sign: a bfloat16 sum is wrong by 1.6 % of the largest entry."""
+    """64 tiles whose gradients have the same sign: a bfloat16 sum would be off by 1.6 % of the largest entry."""
     keys = {"dtype": "bfloat16", "logits_via_embedding": False, "num_vocab_tiling": 64}
     run = built(**keys)
     params, hidden, batch = inputs(run)

@@ -1,4 +1,4 @@
-"""The attention op in the banner of a run, and the reason if it is not the platform's kernel."""
+"""The attention op in a run's banner, and the reason if it is not the platform's kernel."""
 
 from pathlib import Path
 
@@ -91,7 +91,7 @@ def test_the_start_names_the_attention_op_and_what_bars_the_kernel(platform, ove
         (
             {"decoder_block": "gemma3", "sliding_window_size": 5},
             "dot_product, sliding window of 5 tokens",
-        ),  # the model has two layers
+        ),  # the model has only two layers, both local
     ],
 )
 def test_the_window(keys, said):

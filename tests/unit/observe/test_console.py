@@ -14,7 +14,7 @@ from trainer.observe.banner import Needs
 from trainer.observe.console import Console
 from trainer.observe.lines import Pace
 
-# The format that programs which parse MaxText's log expect.
+# Programs that parse MaxText's log expect this format.
 MAXTEXT = re.compile(
     r"completed step: \d+, seconds: \d+\.\d{3}, TFLOP/s/device: \d+\.\d{3}, Tokens/s/device: \d+\.\d{3}, "
     r"total_weights: \d+, loss: \d+\.\d{3}, lm_loss: \d+\.\d{3}, perplexity: (\d+\.\d{3}|inf)"
@@ -23,14 +23,14 @@ MAXTEXT = re.compile(
 
 @pytest.fixture(autouse=True)
 def plain_terminal(monkeypatch):
-    """A terminal without colours and without a bar."""
+    """A terminal without colours and without a progress bar."""
     monkeypatch.setenv("TERM", "dumb")
     monkeypatch.setenv("COLUMNS", "120")
 
 
 def test_a_step_for_maxtexts_monitors():
     line = written(lambda console: console.step(ROW, 700))
-    # 1024 positions in 0.1 s; 1000 of them bear loss.
+    # 1024 positions in 0.1 s, 1000 of which bear loss.
     assert line == (
         "completed step: 12, seconds: 0.100, TFLOP/s/device: 0.102, Tokens/s/device: 10240.000, total_weights: 1000, "
         "loss: 4.821, lm_loss: 4.800, perplexity: 121.512, grad_norm: 1.235, learning_rate: 5.100e-03, "
@@ -52,7 +52,7 @@ def test_a_loss_that_is_not_a_number():
 
 def test_rates_are_per_device_and_over_all_microbatches():
     line = written(lambda console: console.step(ROW, 700), "gradient_accumulation_steps=2", devices=4)
-    # 4 devices x 8 rows x 2 microbatches x 128 tokens, per device 2048 in 0.1 s.
+    # 4 devices x 8 rows x 2 microbatches x 128 tokens: 2048 per device in 0.1 s.
     assert "TFLOP/s/device: 0.205, Tokens/s/device: 20480.000, " in line
 
 
@@ -96,7 +96,7 @@ def test_the_eta_leaves_out_the_first_two_steps():
     times = [50.0, 20.0, 2.0, 4.0]
     rows = [ROW | {"step": step, "step_time": time} for step, time in enumerate(times)]
     lines = written(lambda console: [console.step(row, 104) for row in rows]).splitlines()
-    # After step 2, 101 steps of 2 s remain; after step 3, 100 steps of 3 s.
+    # After step 2, 101 steps of 2 s remain; after step 3, 100 steps with an average of 3 s.
     assert [line.rpartition("eta: ")[2] for line in lines] == ["?", "?", "0:03:22", "0:05:00"]
 
 
@@ -106,7 +106,7 @@ def test_the_eta_follows_a_change_of_pace():
         pace.add(ROW | {"step_time": step_time})
     assert pace.eta(1000) == "0:16:40"
     pace.add(ROW | {"step_time": 3.0})
-    assert pace.eta(1000) == "0:18:20"  # 1 s + 5 % of 2 s, a thousand times
+    assert pace.eta(1000) == "0:18:20"  # 1000 steps of 1 s + 5 % of 2 s
 
 
 def test_the_last_step_has_no_time_left():
@@ -259,7 +259,7 @@ def test_updates_that_were_left_out_are_warned_of_once_and_counted():
 
 
 def test_lost_updates_are_warned_of_once_and_not_at_low_rates():
-    """The rate of the banner is the peak."""
+    """The peak rate is the one in the banner."""
     peak = load([]).config.learning_rate
 
     def run(console):
@@ -269,7 +269,7 @@ def test_lost_updates_are_warned_of_once_and_not_at_low_rates():
     (line,) = [line for line in written(run).splitlines() if line.startswith("warning")]
     assert line == (
         "warning: step 2: 51% of the parameters did not change, because their update is below half the spacing of "
-        "bfloat16 (lost_updates in metrics.jsonl): weight_stochastic_rounding=true lets them add up; "
+        "bfloat16 (lost_updates in metrics.jsonl): weight_stochastic_rounding=true lets such updates add up; "
         "weight_dtype=float32 keeps parameters in float32, and dtype=bfloat16 still computes in bfloat16"
     )
 
@@ -349,7 +349,7 @@ def test_standard_output_is_the_default(capsys):
 
 
 def test_what_the_step_needs():
-    """1024 positions of 1e7 FLOPs on two devices with a peak of 1 TFLOP/s: at least 5.12 ms."""
+    """1024 positions of 1e7 FLOPs on two devices with a peak of 1 TFLOP/s take at least 5.12 ms."""
     gb = 10**9
 
     def act(console):

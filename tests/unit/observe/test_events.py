@@ -1,4 +1,4 @@
-"""TensorBoard's events contain the same as metrics.jsonl, each step once."""
+"""TensorBoard's events equal metrics.jsonl and contain each step once."""
 
 import io
 import math
@@ -15,7 +15,7 @@ from trainer.observe.runs import open_run
 
 
 def records(data):
-    """Returns the events of a TFRecord file, whose checksums are computed by the definition of CRC-32C."""
+    """Returns the events of a TFRecord file, after checking its checksums against the definition of CRC-32C."""
 
     def masked(part):
         crc = 0xFFFFFFFF

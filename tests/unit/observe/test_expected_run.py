@@ -1,4 +1,4 @@
-"""The folder that a dry run expects, which is the one that a run then gets."""
+"""A dry run predicts the folder that the run then gets."""
 
 import os
 
@@ -60,7 +60,7 @@ def test_a_dry_run_expects_the_folder_that_a_run_then_gets(tmp_path, prepare, na
 
 @pytest.mark.parametrize("at", ["", "new/newer"])
 def test_a_dry_run_sees_that_a_folder_is_not_writable(tmp_path, monkeypatch, at):
-    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # because root may write everywhere
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # root may write everywhere
     with pytest.raises(UserError, match=r"cannot write there \(Permission denied\); choose a writable folder"):
         expected_run(str(tmp_path / at), "mine", CONFIG, True)
 

@@ -1,4 +1,4 @@
-"""How a run spends its time: each second counts once, over restarts and lost work."""
+"""The breakdown of a run's time: each second counts once, across restarts and lost work."""
 
 import json
 
@@ -20,7 +20,7 @@ KILLED = [  # saved after step 1, killed during step 3
     {"custom_badput_event_end_time": 122.5, "custom_badput_event_type": "save"},
     {"step_start_time": 125.0, "step_count": 3, "data_wait": 0.0},
 ]
-RESUMED = [  # does step 2 again, and is evaluated at its end
+RESUMED = [  # repeats step 2, and evaluates at the end of the run
     {"job_start_time": 140.0},
     {"step_start_time": 150.0, "step_count": 2},
     {"step_start_time": 153.0, "step_count": 3, "data_wait": 1.0},
@@ -33,7 +33,7 @@ RESUMED = [  # does step 2 again, and is evaluated at its end
 SPENT = {
     "steps": 1.5 + 2 + 2 + 2,
     "waiting for data": 1.5,
-    "steps done again": 0.5 + 2.5,  # step 2 of the process that was killed
+    "steps done again": 0.5 + 2.5,  # step 2 of the killed process, which is repeated
     "start": 4 + 1 + 1 + 10,
     "restore": 1,
     "compilation": 10,

@@ -1,4 +1,4 @@
-"""metrics.jsonl reads back as it was written."""
+"""metrics.jsonl is read back as it was written."""
 
 import json
 import math
@@ -151,7 +151,7 @@ def test_leaving_the_context_closes(tmp_path):
 
 
 def test_tokens_are_counted_from_the_rows_that_are_kept():
-    """The count exceeds 32 bits. Evaluations have no training tokens, and an edited row does not end the run."""
+    """The count exceeds 32 bits. Evaluation rows have no training tokens, and edited rows are ignored."""
     edited = [{"step": 0, "tokens": odd} for odd in (None, "9", [9], 9.5)]
     seen = TokensSeen([*edited, {"step": 0, "tokens": 2**31}, {"step": 0, "eval_loss": 1.0}, {"step": 1, "tokens": 5}])
     assert [seen.add({"step": step, "tokens": 3})["tokens_seen"] for step in (2, 3)] == [2**31 + 8, 2**31 + 11]

@@ -1,4 +1,4 @@
-"""metrics_file: MaxText's fields, continued by a resumed run, without losing rows of other runs."""
+"""metrics_file: MaxText's fields; a resumed run appends without losing rows of other runs."""
 
 import contextlib
 import json
@@ -94,7 +94,7 @@ def lines(path):
 
 @pytest.fixture
 def write(tmp_path):
-    """Writes rows of some steps, like a process of a run. Returns its messages."""
+    """Returns a function that writes the rows of some steps like a process of a run, and returns the messages."""
 
     def run(steps, name="mine", resumed=False, path=None):
         said = []
@@ -115,7 +115,7 @@ def test_a_run_that_goes_on_continues_its_rows(tmp_path, write):
     path = tmp_path / "metrics.txt"
     assert write(range(5)) == []
     with path.open("a") as file:
-        file.write('{"learning/lo')  # as left by a process that is killed while it writes
+        file.write('{"learning/lo')  # left by a process that was killed while writing
     assert write(range(3, 7), resumed=True) == []
     assert steps_of(path) == [("mine", step) for step in range(7)]
     assert sorted(os.listdir(tmp_path)) == ["metrics.txt"]
@@ -127,7 +127,7 @@ def test_rows_of_another_run_are_kept_beside(tmp_path, write, name, resumed):
     write(range(5))
     before = path.read_bytes()
     (line,) = write(range(2), name, resumed)
-    assert line == f"{path} held metrics of another run; moved to {path}.1"
+    assert line == f"{path} contained metrics of another run; moved to {path}.1"
     assert Path(f"{path}.1").read_bytes() == before
     assert steps_of(path) == [(name, 0), (name, 1)]
     write(range(1), "third")
@@ -148,10 +148,10 @@ def test_folders_are_made_and_links_are_followed(tmp_path, write):
         ("file/below", None, "cannot be written: "),
         ("folder", None, "exists and is not a file"),
         ("/dev/null", None, "exists and is not a file"),
-        ("model.py", "import jax\n", "does not hold such metrics"),
-        ("note", "no line end", "does not hold such metrics"),
-        ("metrics.jsonl", '{"step": 0, "loss": 1.0}\n', "does not hold such metrics"),
-        ("bytes", "\0\0", "does not hold such metrics"),
+        ("model.py", "import jax\n", "does not contain metrics in this format"),
+        ("note", "no line end", "does not contain metrics in this format"),
+        ("metrics.jsonl", '{"step": 0, "loss": 1.0}\n', "does not contain metrics in this format"),
+        ("bytes", "\0\0", "does not contain metrics in this format"),
         ("run/metrics.jsonl", None, "the run writes that file itself"),
         ("run/../run/config.yml", None, "the run writes that file itself"),
         ("link.jsonl", None, "the run writes that file itself"),

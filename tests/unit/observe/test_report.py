@@ -1,4 +1,4 @@
-"""The report of a run: a page that needs nothing but itself, and charts of the right numbers."""
+"""The report of a run: a self-contained page, with charts of the right numbers."""
 
 import html.parser
 import json
@@ -23,7 +23,7 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 
 
 class Page(html.parser.HTMLParser):
-    """Fails on an element that is not closed, and gathers the text of the page and what it would load."""
+    """Fails on an unclosed element, and collects the text of the page and the resources that it would load."""
 
     def __init__(self, text):
         super().__init__()
@@ -134,7 +134,7 @@ def test_a_line_breaks_where_a_number_is_not_finite():
 
 
 def test_a_long_line_breaks_after_the_values_before_the_gap():
-    values = [math.nan if step == 5 else 0.0 for step in range(2 * INTERVALS)]  # two values in an interval
+    values = [math.nan if step == 5 else 0.0 for step in range(2 * INTERVALS)]  # two values per interval
     before, after = Series.of(enumerate(values)).parts()
     assert (before[-1][0], after[0][0]) == (4, 6)
 
@@ -158,7 +158,7 @@ def test_a_long_line_keeps_every_spike_and_says_that_it_is_thinned(count):
 
 def test_a_resumed_run_is_marked():
     svg = line_chart("x", [line([1.0, 2.0, 3.0], marks=[1, 1, 7])])
-    assert re.findall(r'class="mark c0" x1="(.*?)"', svg) == ["305"]  # the middle of 62 to 548; 7 is outside
+    assert re.findall(r'class="mark c0" x1="(.*?)"', svg) == ["305"]  # the middle between 62 and 548; mark 7 is outside
 
 
 def test_the_scale_of_a_chart():
@@ -198,7 +198,7 @@ def test_mistakes(tmp_path, monkeypatch, capsys, words, message):
 def test_a_file_that_is_nested_too_deep(tmp_path, capsys, name):
     make_run(tmp_path / "run", 0.5)
     (tmp_path / "run" / name).write_text('{"step": 0, "loss": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
-    if name == "starts.json":  # which is read as if it were absent, like a damaged one
+    if name == "starts.json":  # read as if it were absent, like any damaged starts.json
         return report.main([str(tmp_path / "run")])
     with pytest.raises(SystemExit, match="2"):
         report.main([str(tmp_path / "run")])
@@ -209,7 +209,7 @@ def test_while_a_run_goes_on_the_page_takes_a_hundredth_of_its_time(tmp_path, mo
     run, now, said = make_run(tmp_path / "run", 0.5), [0.0], []
 
     def clock():
-        now[0] += 1.0  # so that the page takes a second
+        now[0] += 1.0  # each call takes 1 s, and therefore the page does
         return now[0]
 
     monkeypatch.setattr(report_file.time, "monotonic", clock)
@@ -226,7 +226,7 @@ def test_while_a_run_goes_on_the_page_takes_a_hundredth_of_its_time(tmp_path, mo
 
 
 def test_the_page_of_a_run_that_goes_on_is_that_of_its_files(tmp_path):
-    """The report is the same whether rows are read one by one or all together. No row is read twice."""
+    """The report is the same whether rows are added one by one or read together. No row is read twice."""
     run, said = make_run(tmp_path / "run", 0.5, steps=1000), []
     rows = read_rows(run / "metrics.jsonl")
     page = ReportFile(run, rows[:7], said.append)
@@ -346,7 +346,7 @@ ODD = ["text", None, {}, [], ["text"], True, float("nan"), float("inf"), 1e308, 
     "field", ["loss", "eval_loss", "grad_norm", "step_time", "tokens", "skipped", "param_norm/head"]
 )
 def test_values_that_no_run_writes_prevent_no_page(tmp_path, field):
-    """Somebody edited the file, or values are extreme: the report is written all the same."""
+    """The file was edited, or its values are extreme: the report is written nevertheless."""
     for number, values in enumerate(
         [ODD, *([odd] for odd in ODD), [5e-324, 1e-323], [1.0, 1.0 + 2e-16], [1e299, -1e299]]
     ):
@@ -455,7 +455,7 @@ def test_whatever_a_run_measures_has_a_chart(tmp_path):
     assert "own" in words
     assert "island_losses" in words
     assert "lm_loss" not in words, "the only term of the loss is the loss"
-    assert "A line with fewer points than values shows the lowest and the highest value of each of up to 400" in words
+    assert "Long runs are divided into at most 400 intervals" in words
 
 
 def test_measures_stand_in_sections_and_a_long_section_is_folded(tmp_path):

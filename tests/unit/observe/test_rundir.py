@@ -38,7 +38,7 @@ def test_the_number_after_the_highest(tmp_path):
 def test_a_number_taken_meanwhile_is_passed_over(tmp_path, monkeypatch):
     for name in ("run-0001", "run-0002"):
         (tmp_path / name).mkdir()
-    # Another process created them after this one had looked.
+    # As if another process had created the folders after this one listed them.
     monkeypatch.setattr(Path, "iterdir", lambda path: iter([]))
     assert opened(tmp_path).path == tmp_path / "run-0003"
 
@@ -95,7 +95,7 @@ def test_a_run_that_goes_on_is_unfinished_until_it_ends_again(tmp_path):
 def test_a_folder_in_which_nothing_began_is_taken(tmp_path):
     first = opened(tmp_path)
     assert first.path.name == "run-0001"
-    first.lease.close()  # the process ended before it began anything
+    first.lease.close()  # the process ended before the run began
     lines = []
     assert opened(tmp_path, say=lines.append).path == first.path
     assert lines == []
@@ -162,7 +162,7 @@ def test_a_run_with_checkpoints_is_left_alone_where_runs_cannot_go_on(tmp_path):
         "it; choose another name or leave it empty for the next free number; nearest: mine-3"
     )
     assert not (tmp_path / "mine-3").exists()
-    (begun(tmp_path, "other") / "checkpoints/trial-0.expired").mkdir(parents=True)  # contains no state
+    (begun(tmp_path, "other") / "checkpoints/trial-0.expired").mkdir(parents=True)  # contains no checkpoint
     assert opened(tmp_path, "other", resumes=False).path == tmp_path / "other"
 
 
@@ -170,7 +170,7 @@ WITHOUT = CONFIG.replace("true", "false")
 
 
 def test_a_run_without_checkpoints_given_again_keeps_the_earlier_ones(tmp_path):
-    """Earlier runs keep their configurations, finished or not, regardless of what the new run does."""
+    """Earlier runs keep their configurations, finished or not, whatever the new run does."""
     path = begun(tmp_path, "mine", f"{WITHOUT}note: 1\n", resumes=False)
     (path / "metrics.jsonl").write_text('{"step": 1}\n')
     finished(tmp_path, "mine", f"{WITHOUT}note: 2\n", resumes=False)
@@ -216,7 +216,8 @@ def test_a_process_killed_while_it_keeps_the_earlier_run_loses_nothing(tmp_path,
 
 
 def test_metrics_that_no_checkpoint_covers(tmp_path):
-    """Rows of a run that was killed before its first checkpoint are written again, if the new run saves checkpoints."""
+    """The rows of a run killed before its first checkpoint are written again if the new run saves checkpoints, and kept
+    otherwise."""
     path = begun(tmp_path, "killed")
     lines = []
     run = opened(tmp_path, "killed")
@@ -250,7 +251,7 @@ def test_rows_that_are_missing_are_told_where_a_run_goes_on(tmp_path):
     assert lines.pop() == f"{path}/metrics.jsonl lacks the rows of 2 earlier steps"
     (path / "metrics.jsonl").unlink()
     run.begin(CONFIG, {"step": 3}, resumed=True, say=lines.append)
-    assert lines.pop() == f"{path}/metrics.jsonl is gone: it lacks the rows of 3 earlier steps"
+    assert lines.pop() == f"{path}/metrics.jsonl is missing, and with it the rows of 3 earlier steps"
 
 
 @pytest.mark.parametrize("resumed", [False, True])
@@ -360,7 +361,7 @@ def test_a_base_that_cannot_be_made(tmp_path, run_name):
 
 
 def test_a_run_folder_without_permission(tmp_path, monkeypatch):
-    # Tests may run as root, which ignores permissions.
+    # Permission is denied by a patch, because root ignores file permissions.
     def denied(path, *args, **kwargs):
         raise PermissionError(13, "Permission denied")
 
@@ -370,7 +371,7 @@ def test_a_run_folder_without_permission(tmp_path, monkeypatch):
 
 
 def test_a_profile_goes_to_the_bucket_once(tmp_path):
-    local, remote = tmp_path / "local", tmp_path / "remote"  # a folder simulates a bucket's
+    local, remote = tmp_path / "local", tmp_path / "remote"  # the folder `remote` stands in for a bucket
     name = "tensorboard/plugins/profile/2026/host.xplane.pb"
     (local / name).parent.mkdir(parents=True)
     (local / name).write_bytes(b"trace")

@@ -1,4 +1,4 @@
-"""Which processes are named as late."""
+"""Which processes are reported as late."""
 
 from trainer.observe.stragglers import Stragglers
 
@@ -6,7 +6,8 @@ HOSTS = ["a", "b", "c", "d"]
 
 
 def said(periods, period=10):
-    """Returns the lines of process 0, given each process's own time in the steps of each period. All steps take 1 s."""
+    """Returns the lines of process 0. `periods` has each process's own time per step, for each period. All steps take 1
+    s."""
     lines, gathered = [], []
 
     process = Stragglers(period, HOSTS, lambda means: lambda: gathered.pop(0), lines.append)
@@ -21,8 +22,8 @@ def test_the_fifth_period_in_a_row_names_a_process_once():
     late, early = (0.0, 0.0, 0.95, 0.05), (0.0, 0.0, 0.09, 0.0)
     assert said([late] * 4) == []
     assert said([late] * 4 + [early] + [late] * 4) == []
-    line = "process 2 of 4 (c) keeps the others waiting: for 0.950 s of a step of 1.000 s (median of all"
-    assert said([late] * 12) == [f"{line}: 0.025 s); it waits for data for 0.475 s"]
+    line = "process 2 of 4 (c) keeps the others waiting: its host takes 0.950 s of a step of 1.000 s (median of all "
+    assert said([late] * 12) == [f"{line}processes: 0.025 s), including 0.475 s of waiting for data"]
     assert len(said([late] * 5 + [early] + [late] * 5)) == 2
     assert said([(0.95, 0.95, 0.95, 0.95)] * 9) == [], "all hosts are slow"
 

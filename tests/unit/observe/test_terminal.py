@@ -1,4 +1,4 @@
-"""What a terminal that can move its cursor shows: colours, and a bar below the lines that stay."""
+"""Output on a terminal that can move its cursor: colours, and a bar below the permanent lines."""
 
 import re
 
@@ -19,7 +19,7 @@ def on_terminal(monkeypatch, act, *, colour=False, **changes):
 
 
 def shown(text):
-    """Returns the lines on a terminal that received `text`, and its bottom line."""
+    """Returns the permanent lines on a terminal that received `text`, and its bottom line."""
     lines = [""]
     for part in re.split(r"(\r\x1b\[K|\n)", text):
         if part == "\n":
@@ -58,7 +58,7 @@ def test_a_bar_below_the_lines_that_stay(monkeypatch, columns):
         console.evaluation(EVALUATION)
 
     lines, bottom = shown(on_terminal(monkeypatch, act))
-    # One in 25 of 100 steps, and the first step.
+    # The first step, and then one in four (100 steps / 25).
     steps = [line.split("/")[0].strip() for line in lines if "/100" in line]
     assert steps == ["0", "3", "7", "11", "15", "19", "23"]
     assert "evaluation at step 350" in lines[-1]
@@ -72,5 +72,5 @@ def test_the_bar_is_gone_after_the_last_step_and_when_the_run_fails(monkeypatch)
     assert shown(on_terminal(monkeypatch, lambda console: [console.step(row, 3) for row in rows]))[1] == ""
     failed = on_terminal(monkeypatch, lambda console: (console.step(ROW, 700), console.end_bar()))
     assert shown(failed)[1] == ""
-    assert not failed.endswith("\n")  # Python's next output starts in the first column
+    assert not failed.endswith("\n")  # Python's next output must start in the first column
     assert failed.endswith("\r\x1b[K")

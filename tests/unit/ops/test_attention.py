@@ -1,4 +1,4 @@
-"""Compares the reference op with loops in float64."""
+"""The reference op against nested loops in float64."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ def packed():
 
 
 def loops(query, key, value, mask, window, soft_cap):
-    """Computes attention as nested loops in float64."""
+    """Computes attention by nested loops in float64."""
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
     mask = type(mask)(*map(np.asarray, mask))
     out = np.zeros(query.shape)

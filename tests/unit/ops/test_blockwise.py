@@ -1,4 +1,4 @@
-"""The blockwise op: the reference op's function and dropout masks, with the promised memory and cost."""
+"""The blockwise op: same function and dropout masks as the reference op, with the promised memory and cost."""
 
 import jax
 import jax.numpy as jnp
@@ -86,17 +86,17 @@ def test_blockwise_op_never_holds_the_square_of_scores(window):
 @pytest.mark.parametrize("backward", [False, True])
 def test_the_cost_of_a_window_grows_with_the_window_and_not_with_the_length(backward, monkeypatch):
     scan = jax.lax.scan
-    # The analysis counts the body of a loop only once.
+    # XLA's analysis counts the body of a loop only once.
     monkeypatch.setattr(jax.lax, "scan", lambda body, init, xs: scan(body, init, xs, unroll=len(xs[0])))
 
     def per_token(length, window):
-        """Returns FLOPs as written, and for gradients as compiled."""
+        """Returns FLOPs of the lowered program and, for gradients, also of the compiled program."""
         programs = [lowered(blockwise_attention, length, backward, window=window, block=32)]
         assert "while" not in programs[0].as_text()
         programs += [programs[0].compile()] if backward else []
         return np.array([x.cost_analysis()["flops"] for x in programs]) / length
 
-    narrow, wide = 33, 97  # a block of 32 queries reads 64 and 128 keys
+    narrow, wide = 33, 97  # a block of 32 queries reads 64 and 128 keys, respectively
     of_narrow = per_token(256, narrow)
     np.testing.assert_allclose(per_token(512, narrow), of_narrow, rtol=1e-3)
     np.testing.assert_allclose(per_token(256, wide), 2 * of_narrow, rtol=0.05)

@@ -1,4 +1,4 @@
-"""cuDNN's attention: the same call in XLA compared with the reference op, and its lowering for an absent GPU."""
+"""cuDNN's attention: the same call computed by XLA against the reference op, and its lowering for an absent GPU."""
 
 import functools
 import json
@@ -27,7 +27,7 @@ def test_the_call_equals_the_reference_op(heads, kv_heads, window):
     expected = value_and_grads(dot_product_attention, args, window=window)
     if window == 1:  # with a single visible token, query and key have no gradient
         actual, expected = ({name: arrays[name] for name in ("out", "value")} for arrays in (actual, expected))
-    assert_close(actual, expected, 0.02)  # bfloat16 keeps 8 bits
+    assert_close(actual, expected, 0.02)  # bfloat16 has 8 significant bits
 
 
 def test_what_cudnn_does_not_support_is_refused():
@@ -48,7 +48,7 @@ def test_values_may_be_narrower_than_keys():
 
 
 def calls(function, *args):
-    """Returns the calls of cuDNN in `function`, lowered for a GPU: (name, its operands' types, its configuration)."""
+    """Returns the cuDNN calls in `function`, lowered for a GPU: (name, operand types, configuration)."""
     text = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     found = []
     for name, config, types in re.findall(r'@(__cudnn\$\w+)\(.*backend_config = "(.*?)", .* : \((.*)\) ->', text):
@@ -78,14 +78,14 @@ def test_segments_are_a_bias_without_a_gradient(window):
 
 
 def test_mapped_over_an_axis_it_is_one_call():
-    """As over DiLoCo's islands, and over the stages of a pipeline."""
+    """DiLoCo's islands and pipeline stages map the op over an axis."""
     args = jax.tree.map(lambda x: x.reshape(2, 3, *x.shape[1:]), inputs(6, 64, 4, 2, 64, dtype=jnp.bfloat16))
     for _, types, _ in calls(jax.grad(lambda *args: jax.vmap(summed)(*args).sum(), argnums=(0, 1, 2)), *args):
         assert types[0] == "tensor<6x64x4x64xbf16>"
 
 
 def test_what_the_backward_pass_needs_is_kept_once():
-    """By a policy that saves "context": the result and the statistics of the softmax."""
+    """A policy that saves "context" keeps the result and the softmax statistics."""
     args = inputs(2, 64, 4, 2, 64, dtype=jnp.bfloat16)
     weights = jnp.ones((4, 64, 8), jnp.bfloat16)
 
@@ -105,7 +105,8 @@ def test_what_the_backward_pass_needs_is_kept_once():
 
 
 def one_document(rows, length, *, padding=True):
-    """Returns queries, keys, values, and the mask of rows of one document, with its lengths; see `inputs`."""
+    """Returns the queries, keys, values and mask of `inputs`, with one document per row and with the documents'
+    lengths."""
     query, key, value, _ = inputs(rows, length, 4, 2, 8, dtype=jnp.bfloat16)
     index = np.broadcast_to(np.arange(length, dtype=np.int32), (rows, length))
     sizes = length - 7 * padding * np.arange(rows)[:, None]
@@ -136,7 +137,7 @@ def test_a_row_of_padding_has_a_length():
 
 
 def packed_rows(length=24):
-    """See `inputs`; the mask has the lengths of the documents, too."""
+    """Returns the result of `inputs`, with the documents' lengths added to the mask."""
     query, key, value, mask = inputs(3, length, 4, 2, 8, dtype=jnp.bfloat16)
     return query, key, value, mask._replace(documents=lengths(mask.query_segment, 3))
 
@@ -167,7 +168,7 @@ def test_documents_of_all_rows_lie_one_after_the_other():
 
 
 def test_offsets_serve_one_width_alone():
-    """One array of offsets, in entries, is for keys and values."""
+    """Keys and values share one array of offsets in entries, so their widths must be equal."""
     *arrays, mask = inputs(3, 24, 2, 2, 16, value_width=8, dtype=jnp.bfloat16)
     mask = mask._replace(documents=lengths(mask.query_segment, 3))
     assert [name for name, *_ in calls(summed, *arrays, mask)] == ["ScaleBiasSoftmax"]

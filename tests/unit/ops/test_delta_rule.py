@@ -9,7 +9,7 @@ from trainer.ops.delta_rule import gated_delta_rule
 
 ROWS, HEADS, KEYS, VALUES = 2, 3, 8, 5
 RULE = jax.jit(gated_delta_rule, static_argnames="chunk")
-CASES = {  # tokens, chunk, spread of the decays
+CASES = {  # tokens, chunk, range of the decays
     "chunks that do not divide": (37, 8, 1.0),
     "one chunk": (21, 64, 1.0),
     "chunks of one token": (9, 1, 1.0),
@@ -18,7 +18,7 @@ CASES = {  # tokens, chunk, spread of the decays
 
 
 def arrays(tokens, spread):
-    """Random arguments in float64, with documents that begin anywhere, also at chunks' starts."""
+    """Returns random float64 arguments. Documents begin anywhere, including at the start of a chunk."""
     rng = np.random.default_rng(tokens)
     query, key = (rng.normal(size=(ROWS, tokens, HEADS, KEYS)) for _ in range(2))
     key /= np.linalg.norm(key, axis=-1, keepdims=True)
@@ -68,7 +68,7 @@ def test_results_and_memories_are_those_of_the_definition(case):
 
 
 def test_gradients_are_those_of_the_definition():
-    """Central differences of the definition in float64, along random directions of each argument."""
+    """Takes central differences of the definition in float64, along a random direction for each argument."""
     given, document, memory = arrays(37, 2.0)
     weights = np.random.default_rng(0).normal(size=(ROWS, 37, HEADS, VALUES))
 
@@ -88,7 +88,7 @@ def test_gradients_are_those_of_the_definition():
                 results, memories = defined(*arguments[:5], document, arguments[5])
                 moved.append((results * weights).sum() + memories[:, -1].sum())
             expected = (moved[0] - moved[1]) / (2 * step)
-            # Sums of about 1,000 terms of the order of 1, whose rounding in float32 adds up.
+            # The float32 rounding of sums of about 1,000 terms of the order of 1.
             assert (gradient * direction).sum() == pytest.approx(expected, rel=1e-5, abs=1e-3)
 
 

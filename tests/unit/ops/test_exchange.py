@@ -1,4 +1,4 @@
-"""Experts spread over devices against the same experts on one device: results and gradients, with any balance."""
+"""Experts sharded over devices against the same experts on one device: results and gradients, for any load balance."""
 
 import functools
 
@@ -43,7 +43,7 @@ def alone(how, *args):
 
 
 def spread(how, buffer, *args):
-    """The same on 2 x 4 devices."""
+    """Computes the same as `alone` on 2 x 4 devices."""
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "expert"))
     over = exchange.Spread(("expert",), ("data", "expert"), buffer)
 
@@ -62,7 +62,7 @@ def spread(how, buffer, *args):
 
 @pytest.mark.parametrize(("capacity", "buffer"), [(False, 1.0), (False, -1.0), (True, -1.0)])
 def test_results_and_gradients_are_those_of_one_device(capacity, buffer):
-    """With a buffer of 1, a device of 8 choices sends 2 to each device in a round, so up to 4 rounds are needed."""
+    """With a buffer of 1, a device with 8 choices sends 2 to each device per round, so up to 4 rounds are needed."""
 
     def jitted(side, *args, rows):
         real = jnp.ones((rows, LENGTH), bool)

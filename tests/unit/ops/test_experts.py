@@ -1,4 +1,4 @@
-"""Products of groups, routing, and the three ways to experts: against NumPy, closed forms and counts by hand."""
+"""Grouped products, routing, and the three ways to compute experts: against NumPy, closed forms and manual counts."""
 
 import functools
 
@@ -49,7 +49,8 @@ def test_a_product_of_groups_and_its_gradients():
 
 
 def test_a_product_of_groups_is_mapped_over_any_of_its_operands():
-    """JAX's own derivative is not: islands and stages are maps, and a cotangent of ones has no mapped axis."""
+    """JAX's own derivative does not support this: islands and pipeline stages are maps, and a cotangent of ones has no
+    mapped axis."""
     x, matrix, sizes = operands()
     plus = np.stack([matrix, matrix + 1])
 
@@ -98,7 +99,7 @@ def test_statistics_leave_out_padding():
 
 def test_the_load_balance_loss_of_balanced_and_of_one_sided_tokens():
     real = np.ones((1, EXPERTS), bool)
-    turns = 50 * np.eye(EXPERTS, dtype=np.float32)[None]  # token i is certain of expert i
+    turns = 50 * np.eye(EXPERTS, dtype=np.float32)[None]  # token i chooses expert i with certainty
     balance = jax.jit(lambda logits: load_balance(logits, softmax_of_chosen(logits, 1).expert, real))
     np.testing.assert_allclose(balance(turns), [1])
     one_sided = np.broadcast_to(turns[:, :1], turns.shape)
@@ -106,7 +107,7 @@ def test_the_load_balance_loss_of_balanced_and_of_one_sided_tokens():
 
 
 def experts(rows, sizes):
-    """Expert e multiplies with its matrix."""
+    """Multiplies the rows of each expert with its matrix."""
     if sizes is None:
         return jnp.einsum("enw,ewv->env", rows, MATRIX)
     return grouped_matmul(rows, MATRIX, sizes)
@@ -137,7 +138,8 @@ def test_no_token_is_dropped(way, case):
 
 
 def test_what_an_expert_drops():
-    """Five tokens of which each chooses expert 0 and one other; padding takes no place, and another row has its own."""
+    """Each of five tokens chooses expert 0 and another one. Padding uses no capacity, and each row has its own
+    capacity."""
     expert = np.array([[[0, 1], [0, 1], [0, 2], [3, 0], [0, 1]]] * 2, np.int32)
     real = np.array([[1, 1, 1, 1, 1], [0, 1, 1, 1, 1]], bool)
     routing = Routing(expert, RNG.uniform(0.1, 1, expert.shape).astype(np.float32))
@@ -148,15 +150,15 @@ def test_what_an_expert_drops():
             x, routing
         )
 
-    # ceil(5 x 2 / 4) = 3 tokens of an expert, times the factor, rounded down.
+    # ceil(5 x 2 / 4) = 3 tokens per expert, times the factor, rounded down, within 1 to 5.
     assert [slots(5, 2, EXPERTS, factor) for factor in (1.0, 0.5, 0.1, 9.0)] == [3, 1, 1, 5]
     kept = np.ones(expert.shape, bool)
-    kept[0, 3, 1] = kept[0, 4, 0] = False  # the fourth and the fifth of expert 0
+    kept[0, 3, 1] = kept[0, 4, 0] = False  # the fourth and fifth token of expert 0
     kept[1, 0] = kept[1, 4, 0] = False
     found = run(factor=1.0)
     np.testing.assert_allclose(found.out, expected(x, routing, kept), rtol=1e-4, atol=1e-5)
     assert found.dropped.tolist() == [2, 1]
-    # One place: expert 0 drops 4 and 3 tokens, expert 1 drops 2 and 1.
+    # With a capacity of 1, expert 0 drops 4 and 3 tokens in the two rows, and expert 1 drops 2 and 1.
     assert run(factor=0.5).dropped.tolist() == [6, 4]
     whole = run(factor=9.0)
     assert whole.dropped.tolist() == [0, 0]

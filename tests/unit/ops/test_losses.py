@@ -75,7 +75,7 @@ def test_gradients_equal_those_of_the_plain_formula(dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_mean_over_the_vocabulary_and_its_gradient(dtype):
-    """It adds an output and changes nothing in the other outputs."""
+    """Requesting the mean adds an output and changes no other output."""
     logits, target = example()
     logits = logits.astype(jnp.dtype(dtype))
     *others, mean = jax.jit(cross_entropy, static_argnums=2)(logits, target, True)
@@ -85,7 +85,7 @@ def test_the_mean_over_the_vocabulary_and_its_gradient(dtype):
     np.testing.assert_allclose(mean, -exact.mean(-1), rtol=1e-6)
 
     def smoothed(logits):
-        """Returns the cross entropy with 0.7 x one-hot + 0.3 x uniform."""
+        """Returns the cross entropy with the target 0.7 x one-hot + 0.3 x uniform."""
         nll, _, mean = cross_entropy(logits, target, True)
         return jnp.sum((0.7 * nll + 0.3 * mean) * jnp.arange(5))
 
@@ -111,8 +111,8 @@ def test_the_backward_pass_keeps_the_logits_as_they_came():
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="there is no libtpu but for Linux on x86-64")
 def test_a_tpu_holds_logits_once():
-    """The gradient of the logits reuses their memory if libtpu writes it to memory, as for a ring that sums the
-    head's."""
+    """The gradient of the logits reuses their memory if libtpu materializes it, as it does for a ring that sums the
+    head's gradient."""
     mesh = Mesh(np.array(devices_of(find_topology("v5e-16"))), ("fsdp",), axis_types=(AxisType.Auto,))
     split = NamedSharding(mesh, PartitionSpec("fsdp"))
     rows, width, vocab = 4096, 256, 32768
@@ -124,8 +124,8 @@ def test_a_tpu_holds_logits_once():
         return jnp.sum(cross_entropy(logits, target)[0])
 
     gradients = jax.jit(jax.grad(loss, (0, 1)), out_shardings=(split, split))
-    with dump.uncached():  # a program for an absent TPU cannot be read back from the cache
+    with dump.uncached():  # a program for an absent TPU cannot be loaded from the cache
         compiled = gradients.lower(*args).compile(TPU_QUICKLY)
     logits, head = (2 * count * vocab for count in (rows, width))
-    assert "collective-permute" in compiled.as_text()  # a ring; without one this test would prove nothing
+    assert "collective-permute" in compiled.as_text()  # the ring, without which this test would prove nothing
     assert logits + head <= compiled.memory_analysis().temp_size_in_bytes < 1.02 * (logits + head)

@@ -1,4 +1,4 @@
-"""The largest logit of each head, compared with a plain computation of all logits."""
+"""The largest logit of each head against a plain computation of all logits."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ SHAPE = (8, 33, 4, 2, 8)  # rows, length, query heads, key heads, width
 
 
 def plainly(query, key, mask, window):
-    """Returns [h], by a loop over everything that is visible and not padding."""
+    """Returns [h], the maximum over all visible pairs outside padding."""
     query, key, position, segment = (np.asarray(x) for x in (query, key, mask.query_position, mask.query_segment))
     logits = np.einsum("bthd,bshd->bhts", query, np.repeat(key, SHAPE[2] // SHAPE[3], axis=2)) / np.sqrt(SHAPE[4])
     distance = position[:, :, None] - position[:, None, :]
@@ -28,7 +28,7 @@ def plainly(query, key, mask, window):
 
 
 def hot(seed):
-    """Returns inputs whose largest logits do not count: at padding, and between segments."""
+    """Returns inputs whose largest logits must be ignored: at padding, and between segments."""
     query, key, _, mask = jax.tree.map(np.array, inputs(*SHAPE, seed=seed))
     padding = (mask.query_segment == 0)[..., None, None]
     last = (mask.query_segment == 3)[..., None, None]
@@ -94,7 +94,7 @@ def test_over_devices_it_is_the_same_and_they_exchange_only_the_maxima(block):
         name for name in ("all-gather(", "all-to-all(", "collective-permute(") if name in text.split("ENTRY")[0]
     ]
 
-    # Queries are sharded along the row, for which devices exchange more.
+    # Shards the queries along the row, which needs more communication.
     query, key, mask = (jax.tree.map(lambda x: x[:, 1:], part) for part in (query, key, mask))
     heads = dict.fromkeys(("activation_heads", "activation_kv_heads"), ())
     with sharding.on_mesh(mesh, {**rules, **heads, "activation_q_length": ("tensor",)}):
@@ -128,7 +128,7 @@ def test_in_a_scan_over_layers_the_masks_of_all_tiles_are_not_kept(when):
         return x.sum(), largest
 
     jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=1, has_aux=True))(query, jnp.ones(3))
-    # In the forward and the backward pass.
+    # One in the forward and one in the backward pass.
     assert [eqn.primitive.name for eqn in jaxpr.eqns if eqn.primitive.name in ("scan", "cond")] == ["scan", "scan"]
 
 

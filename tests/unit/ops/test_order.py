@@ -1,4 +1,4 @@
-"""The order of tokens whose rows are split over devices."""
+"""The order of tokens when rows are sharded over devices."""
 
 import numpy as np
 import pytest
@@ -18,12 +18,12 @@ def test_what_each_device_has():
 def test_each_token_has_one_place_and_work_is_balanced(n, strategy):
     index = order(1024, n, strategy)
     assert sorted(index) == list(range(1024))
-    pairs = (index + 1).reshape(n, -1).sum(axis=1)  # a token sees itself and all before it
+    pairs = (index + 1).reshape(n, -1).sum(axis=1)  # a token sees itself and its predecessors
     assert abs(pairs / pairs.mean() - 1).max() < 0.05
 
 
 def test_striped_balances_documents():
-    """Eight documents in a row: those of the second half are longer."""
+    """The row has eight documents; those in its second half are longer."""
     position = np.concatenate([np.arange(length) for length in (64,) * 4 + (192,) * 4])
     pairs = (position + 1)[order(1024, 4, STRIPED)].reshape(4, -1).sum(axis=1)
     assert abs(pairs / pairs.mean() - 1).max() < 0.05

@@ -1,4 +1,4 @@
-"""Attention in a ring: finite differences, tiles that are skipped, and blocks that do not divide the row."""
+"""Ring attention: finite differences, skipped tiles, and blocks that do not divide the row."""
 
 import functools
 
@@ -35,7 +35,7 @@ def test_blocks_need_not_divide_the_tokens(block):
 
 
 def test_its_gradients_are_finite_differences():
-    """In float64, with a soft cap."""
+    """Runs in float64, with a soft cap."""
     with jax.enable_x64(True):
         rng = np.random.default_rng(0)
         mask = jax.tree.map(jnp.asarray, inputs(1, 16, 2, 1, 4)[3])
@@ -49,13 +49,13 @@ def test_its_gradients_are_finite_differences():
         grads = map(np.asarray, jax.jit(jax.grad(loss))(arrays))
         slope = sum(np.vdot(grad, x) for grad, x in zip(grads, towards, strict=True))
         moved = [float(loss([x + sign * 1e-2 * y for x, y in zip(arrays, towards, strict=True)])) for sign in (1, -1)]
-    # Scores are float32, so the difference of two losses has an error of 1e-6 / 1e-2.
+    # Scores are float32, so the difference quotient has an error of 1e-6 / 1e-2.
     np.testing.assert_allclose(float(slope), (moved[0] - moved[1]) / 2e-2, rtol=1e-3)
 
 
 @pytest.mark.parametrize("window", [0, 8])
 def test_tiles_that_no_query_sees_are_not_computed(window):
-    """A value of a token that no query of its block's tiles sees would make NaN of their zero weights."""
+    """NaN values reveal which tiles are computed, because even a zero weight turns them into a NaN result."""
     block, length = 4, 32
     query, key, value, mask = inputs(1, length, 2, 1, 8)
     seen = np.asarray(visible(mask, window))[0].reshape(length // block, block, length // block, block).any((1, 3))
@@ -78,7 +78,7 @@ def test_a_query_that_sees_nothing_has_no_result():
 
 
 def test_a_loop_over_layers_keeps_no_tile():
-    """What depends on the mask alone is not computed for all tiles before the loop."""
+    """No array that depends only on the mask is computed for all tiles before the loop."""
     block, length = 4, 64
     *arrays, mask = inputs(1, length, 2, 1, 4)
 
@@ -94,7 +94,7 @@ def test_a_loop_over_layers_keeps_no_tile():
 
 
 def test_sums_of_gradients_over_tiles_are_float32():
-    """In bfloat16 many tiles give the gradients of one, which are those of float32 but for a few roundings."""
+    """With bfloat16 inputs, the gradients of many tiles must be as accurate as those of one tile."""
     args = inputs(1, 128, 2, 1, 8, dtype=jnp.bfloat16)
     exact = value_and_grads(dot_product_attention, (*(np.asarray(x).astype(np.float32) for x in args[:3]), args[3]))
     tiles, whole = (value_and_grads(functools.partial(in_ring, block=block), args) for block in (2, 512))
@@ -105,7 +105,7 @@ def test_sums_of_gradients_over_tiles_are_float32():
 
 @pytest.mark.parametrize(("saved", "products"), [(("context",), 2 + 5), ((), 2 + 2 + 5)])
 def test_a_policy_that_saves_context_does_not_run_it_again(saved, products):
-    """Two products forward and five backward."""
+    """Attention needs two products forward and five backward."""
     policy = jax.checkpoint_policies.save_only_these_names(*saved)
     run = jax.checkpoint(functools.partial(ring_attention, ring=Ring(block=8)), policy=policy)
     loss = jax.grad(lambda *args: jnp.square(run(*args)).sum(), argnums=(0, 1, 2))

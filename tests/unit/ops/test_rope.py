@@ -34,7 +34,7 @@ def head(seed=0, shape=(2, 6, 3, WIDTH)):
 
 
 def halves_to_pairs(x):
-    """Reorders columns of a head from halves to adjacent pairs."""
+    """Reorders a head's columns from halves to adjacent pairs."""
     order = np.arange(x.shape[-1]).reshape(2, -1).T.reshape(-1)
     return x[..., order]
 
@@ -54,7 +54,8 @@ def test_linear_multiplies_every_wavelength():
 
 
 def test_llama31_by_hand():
-    """64 tokens: wavelengths below 16 stay, wavelengths above 64 grow eightfold, between them frequencies are mixed."""
+    """For 64 tokens: wavelengths below 16 are unchanged, wavelengths above 64 grow eightfold, and the frequencies
+    between are interpolated."""
     expected = []
     for wavelength in WAVELENGTHS:
         if wavelength < 64 / 4:
@@ -73,7 +74,7 @@ def test_llama31_by_hand():
 
 @pytest.mark.parametrize("truncate", [True, False])
 def test_yarn_by_hand(truncate):
-    """The number of turns, solved for the pair index: 4 turns in 64 tokens at 0.81, half a turn at 2.62."""
+    """The number of turns in 64 tokens, solved for the pair index: 4 turns at 0.81, half a turn at 2.62."""
     low, high = (4 * np.log(64 / (2 * np.pi * turns)) / np.log(100) for turns in (4, 0.5))
     assert (round(low, 2), round(high, 2)) == (0.81, 2.62)
     if truncate:
@@ -88,11 +89,11 @@ def test_yarn_by_hand(truncate):
 def test_yarn_range_ends_within_the_head_and_is_never_empty():
     plain, stretched = frequencies(KINDS["default"], WIDTH), frequencies(KINDS["linear"], WIDTH)
     how = Rope(1, 10000, "yarn", factor=4.0)
-    # Even the shortest wavelength turns less than once, so all others are stretched.
+    # Even the shortest wavelength turns less than once, so all other wavelengths are stretched.
     np.testing.assert_allclose(frequencies(how._replace(original_length=6), WIDTH), [plain[0], *stretched[1:]])
     # Even the longest wavelength turns more than beta_fast times.
     np.testing.assert_array_equal(frequencies(how._replace(original_length=10**12), WIDTH), plain)
-    # From pair 4 to 16.4, which is cut to 15 as in the reference code.
+    # The range is pair 4 to 16.4, clamped to 15 as in the reference code.
     cut = frequencies(how._replace(original_length=10**9, beta_fast=1e6), WIDTH)
     share = np.clip((np.arange(8) - 4) / (15 - 4), 0, 1)
     np.testing.assert_allclose(cut, (1 - share) * plain + share * stretched, rtol=1e-12)

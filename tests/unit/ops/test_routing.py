@@ -1,4 +1,4 @@
-"""Sigmoid scores, their groups and their bias, against a token-by-token reference."""
+"""Sigmoid scores with groups and bias, against a token-by-token reference."""
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ def sigmoid(x):
 
 
 def reference(logits, bias, groups, kept, normalize):
-    """The experts and weights of one token."""
+    """Returns the experts and weights of one token."""
     score = sigmoid(logits)
     biased, size = score + bias, EXPERTS // groups
 

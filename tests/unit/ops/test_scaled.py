@@ -1,4 +1,4 @@
-"""Arrays in 8 bits: each entry is within half a step of its scale, and nothing exceeds the range of fp8."""
+"""8-bit arrays: each entry is within half a step of its scale, and nothing exceeds the range of fp8."""
 
 import functools
 
@@ -30,8 +30,8 @@ def test_each_entry_is_within_half_a_step(stored, axes, dtype):
     assert held.value.dtype == stored
     assert held.scale.shape == (64, 1 if len(axes) == 2 else 3, 1)
     assert held.scale.dtype == dtype
-    # fp8 has 3 bits after the leading one, and steps of 2^-9 below 2^-6. bfloat16 rounds a scale by at most 2^-9 of it,
-    # which may put the largest entry beyond 127 or 448.
+    # fp8 has 3 bits after the leading one, and steps of 2^-9 below 2^-6. Rounding a scale to bfloat16 changes it by at
+    # most 2^-9 of its value, which may put the largest entry beyond 127 or 448.
     step = (
         1.0 if stored == INT8 else np.maximum(np.exp2(np.floor(np.log2(np.maximum(np.abs(value), 2**-6)))) / 8, 2**-9)
     )
@@ -43,7 +43,7 @@ def test_each_entry_is_within_half_a_step(stored, axes, dtype):
 
 
 def test_a_scale_that_is_rounded_down_gives_no_nan():
-    """fp8 has no infinity: a cast of more than 448 gives NaN."""
+    """fp8 has no infinity: casting a value above 448 gives NaN."""
     x = np.linspace(1, 2, 1001)[:, None].astype(jnp.bfloat16)
     held, array = held_and_array(x, FP8, (-1,))
     assert (np.asarray(held.scale, np.float64) * 448 < np.asarray(x, np.float64)).any()

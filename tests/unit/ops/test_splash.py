@@ -1,4 +1,4 @@
-"""The splash kernel in Pallas's interpreter compared with the reference op, and its lowering for an absent TPU."""
+"""The splash kernel in Pallas's interpreter against the reference op, and its lowering for an absent TPU."""
 
 import functools
 
@@ -15,7 +15,7 @@ from trainer.ops.splash import splash_attention, splash_kernel
 interpreted = functools.partial(splash_attention, interpret=True)
 
 
-# Without a soft cap, with and without windows: other tests here.
+# Other tests here have no soft cap, with and without windows.
 @pytest.mark.parametrize(("heads", "kv_heads", "window", "soft_cap"), [(4, 2, 0, 2.0), (2, 1, 129, 2.0)])
 def test_splash_equals_the_reference_op(heads, kv_heads, window, soft_cap):
     args = inputs(2, 256, heads, kv_heads, 128)
@@ -46,7 +46,7 @@ def test_splash_in_bfloat16_differs_by_its_rounding():
 
 @pytest.mark.parametrize("tiles", [Tiles(), Tiles(use_fused_bwd_kernel=True)], ids=["two kernels", "fused"])
 def test_values_may_be_narrower_and_scores_scaled_otherwise(tiles):
-    """As in multi-head latent attention, where keys have 192 entries and values 128."""
+    """Multi-head latent attention has keys of 192 entries and values of 128."""
     args = inputs(1, 256, 2, 2, 192, value_width=128)
     expected = value_and_grads(dot_product_attention, args, scale=0.2)
     assert_close(value_and_grads(interpreted, args, scale=0.2, tiles=tiles), expected, 1e-5)
@@ -61,13 +61,13 @@ def test_heads_may_have_sinks():
 
 def test_the_blocks_that_the_kernel_visits_grow_with_the_window_and_not_with_the_length():
     def visits(length, window):
-        """Returns visits per block of queries, in the forward pass and in both kernels of the backward pass."""
+        """Returns the visited key blocks per query block, in the forward kernel and in both backward kernels."""
         kernel = splash_kernel(length, 1, window=window, soft_cap=0.0)
         infos = kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info
         return [int((np.asarray(info.block_mask) > 0).sum()) / (length // 512) for info in infos]
 
-    assert visits(2048, 0) == [2.5] * 3  # half of the square of 4 x 4 blocks, plus half of its diagonal
-    # The first blocks of queries have fewer keys before them: the same number of blocks less for any row length.
+    assert visits(2048, 0) == [2.5] * 3  # half of the 4 x 4 blocks, plus half of the diagonal, over 4
+    # The first query blocks have fewer predecessors, which saves the same number of visits for any row length.
     assert visits(2048, 513) == [2 - 1 / 4] * 3
     assert visits(4096, 513) == [2 - 1 / 8] * 3
     assert visits(4096, 1537) == [4 - (1 + 2 + 3) / 8] * 3
@@ -96,7 +96,7 @@ def kernels(op, args, **how):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_splash_lowers_to_tpu_kernels(dtype):
     args = inputs(2, 256, 4, 2, 64, dtype=dtype)
-    # The forward pass, the query gradient, the gradient of keys and values.
+    # The forward pass, the gradient of queries, and the gradient of keys and values.
     assert kernels(splash_attention, args, window=100, soft_cap=2.0) == 3
 
 

@@ -1,4 +1,4 @@
-"""The factor on queries that grows with their position, in both published forms."""
+"""The query factor that grows with position, in both published forms."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -10,10 +10,10 @@ from trainer.optim.axes import is_matrix, matrix_axes, sides
     [
         ("norm", [(0,)]),
         ("layers norm", [(1,)]),
-        ("layers mlp", [(1,)]),  # a bias
-        ("layers q_heads kv", [(1, 2)]),  # a bias of queries
-        ("layers exp", []),  # a bias of a router
-        ("exp layers mlp", [(2,)]),  # a bias of experts
+        ("layers mlp", [(1,)]),  # bias
+        ("layers q_heads kv", [(1, 2)]),  # bias of queries
+        ("layers exp", []),  # bias of a router
+        ("exp layers mlp", [(2,)]),  # bias of experts
         ("layers embed mlp", [(1,), (2,)]),
         ("embed layers q_heads kv", [(0,), (2, 3)]),  # layers may be on any axis
         ("layers embed kv_heads kv_head_dim", [(1,), (2, 3)]),
@@ -50,9 +50,9 @@ def test_the_sides_of_a_parameter(names, expected):
         ("layers embed num_activations mlp", ((1,), (3,))),
         ("layers q_lora q_heads kv", ((1,), (2, 3))),
         ("layers - -", ((1,), (2,))),
-        ("embed own own_too", ((0,), (1, 2))),  # names of a user's block, beside the residual stream
+        ("embed own own_too", ((0,), (1, 2))),  # names of a user's block, next to the residual stream's axis
         ("own own_too embed", ((0, 1), (2,))),
-        ("own own_too own_three", None),  # which of them are inputs?
+        ("own own_too own_three", None),  # it is unknown which axes are inputs
         ("vocab embed", None),
         ("embed vocab", None),
         ("layers embed exp", None),

@@ -1,4 +1,4 @@
-"""Stacked layers are updated like layers in separate arrays."""
+"""Stacked layers get the same updates as layers in separate arrays."""
 
 import jax
 import numpy as np
@@ -8,7 +8,7 @@ from optim_cases import config_of
 from trainer.optim.optimizer import make_optimizer
 from trainer.sharding import Axes
 
-# More layers of one kind than entries in any other axis, so that rows and columns could be confused with layers.
+# The number of layers exceeds every other axis, so that rows and columns could be confused with layers.
 SHAPES = {
     "matrix": (4, 3, 3),
     "heads": (4, 3, 3, 2),
@@ -31,13 +31,13 @@ KEYS = {
     "adafactor_clipping_threshold": 0.5,
     "adafactor_momentum": 0.9,
     "adafactor_weight_decay": 0.01,
-    "gradient_clipping_threshold": 0,  # it uses a norm over all parameters
+    "gradient_clipping_threshold": 0,  # clipping uses a norm over all parameters
 }
 
 
 def drawn(seed):
     rng = np.random.default_rng(seed)
-    # Layers of very different sizes: a root mean square over several layers differs from each layer's.
+    # Layers of very different magnitudes, so that a root mean square over several layers differs from each layer's.
     return {
         name: (
             rng.normal(size=shape) * 10.0 ** np.arange(-1, shape[0] - 1).reshape(-1, *[1] * (len(shape) - 1))
@@ -62,14 +62,14 @@ def trained(opt_type, axes, split):
     return params
 
 
-# The other optimizers compute element by element.
+# The other optimizers work element by element.
 @pytest.mark.parametrize("name", ["adafactor", "muon"])
 def test_stacked_layers_train_as_unrolled_ones(name):
     stacked = trained(name, {name: Axes(names) for name, names in NAMES.items()}, lambda tree: tree)
     axes = {f"{name} {i}": Axes(names[1:]) for name, names in NAMES.items() for i in range(SHAPES[name][0])}
     for key, layer in trained(name, axes, unrolled).items():
         kind, _, i = key.rpartition(" ")
-        # The same sums in another order; Newton-Schulz amplifies the difference.
+        # Sums in another order; Newton-Schulz amplifies the difference.
         rtol = 1e-4 if name == "muon" else 1e-5
         np.testing.assert_allclose(
             stacked[kind][int(i)], layer, rtol=rtol, atol=rtol * np.abs(layer).max(), err_msg=key

@@ -63,7 +63,7 @@ def test_what_is_no_group_is_refused(value, message):
 def test_elements_are_clipped_before_the_norm():
     value = 0.5
     config = config_of(opt_type="sgd", gradient_clipping_value=value, lr_schedule_type="constant")
-    rates = [0.05, 0.1, 0.1, 0.1]  # two steps of warm-up
+    rates = [0.05, 0.1, 0.1, 0.1]  # two warm-up steps
     expected = [leaf.astype(np.float64) for leaf in jax.tree.leaves(tree(0))]
     for step in range(STEPS):
         grads = [np.clip(g, -value, value) for g in jax.tree.leaves(gradient(step))]

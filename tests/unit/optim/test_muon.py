@@ -1,4 +1,4 @@
-"""Muon against Newton-Schulz on matrices that are reshaped by hand, in float64."""
+"""Muon against Newton-Schulz in float64, on matrices that are reshaped explicitly."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from trainer.optim.schedule import make_schedule
 from trainer.sharding import Axes
 
 L, D, H, K, F, E, V = 2, 6, 2, 4, 5, 3, 7
-# Of every parameter its axes, its shape, and for a matrix how many of the axes after those of stacks are inputs.
+# Each parameter's axes and shape and, for a matrix, how many of the axes after the stack axes are inputs.
 PARAMETERS = {
     "query": ("layers embed q_heads kv", (L, D, 2 * H, K), 1),
     "out": ("layers heads kv embed", (L, H, K, D), 2),
@@ -27,7 +27,7 @@ PARAMETERS = {
 FEW = ("out", "embedding", "norm")
 AXES = {name: Axes(names.split()) for name, (names, _, _) in PARAMETERS.items()}
 SETTINGS = {"opt_type": "muon", "muon_beta": 0.9, "muon_weight_decay": 0.2, "gradient_clipping_threshold": 0}
-DECAY = 0.3  # of AdamW; only norms have none
+DECAY = 0.3  # of AdamW; only norms have no decay
 
 
 def drawn(seed, names=PARAMETERS):
@@ -59,7 +59,7 @@ def scale(rows, columns, consistent_rms):
 
 
 def one_by_one(array, name, inputs, function):
-    """Applies `function` to every matrix that is stacked in `array`."""
+    """Applies `function` to each matrix stacked in `array`."""
     if name == "fused":
         parts = [one_by_one(array[:, :, i], "query", inputs, function) for i in range(3)]
         return np.stack(parts, 2)
@@ -103,7 +103,7 @@ def test_muon_equals_numpy(consistent_rms):
 
 
 def test_it_is_that_of_optax():
-    """For settings that optax also has."""
+    """Compares with optax for settings that both have."""
     config = config_of(**SETTINGS | {"adam_weight_decay": 0, "muon_consistent_rms": 0.2})
     tx = optax.contrib.muon(
         make_schedule(config),
@@ -129,7 +129,7 @@ def test_it_is_that_of_optax():
 
 
 def products(config):
-    """Returns the products of an update, from the text of its program."""
+    """Returns the lines of an update's lowered program that contain a product."""
     tx = make_optimizer(config, {name: AXES[name] for name in FEW})
     params = drawn(0, FEW)
     text = jax.jit(tx.update).lower(drawn(1, FEW), tx.init(params), params).as_text()
@@ -153,7 +153,8 @@ def test_newton_schulz_in_bfloat16_keeps_momentum_and_updates_in_float32():
     for name in FEW:
         differing = np.abs(params[name] - exact[name]).max()
         assert (differing > 0) == (name == "out")
-        # Five iterations of products with 8 bits, four updates of at most 0.1 times sqrt(outputs / inputs).
+        # The error of five iterations of products with 8 significant bits, in four updates of at most 0.1 times
+        # sqrt(outputs / inputs).
         assert differing < 0.1
 
 
@@ -162,5 +163,5 @@ def test_frozen_parameters_have_no_momentum():
     params, state = trained(config, FEW)
     assert [name for name in FEW if np.array_equal(params[name], drawn(0, FEW)[name])] == ["embedding"]
     arrays = sorted((leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(state) if leaf.ndim)
-    # The momentum of the matrix, and two moments of the norm.
+    # The matrix has a momentum; the norm has two moments.
     assert arrays == sorted([((L, H, K, D), "bfloat16"), ((L, D), "bfloat16"), ((L, D), "float32")])

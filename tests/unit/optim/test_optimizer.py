@@ -1,4 +1,4 @@
-"""Compares updates with NumPy, and tests which parameters are decayed, clipped and trained."""
+"""Updates against NumPy, and which parameters are decayed, clipped and trained."""
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ from trainer.optim.schedule import make_schedule
 
 
 def adamw(config, decays=(False, True, True), trained=(True, True, True)):
-    """Algorithm 2 of Loshchilov and Hutter 2019, in float64. The decay is multiplied by the rate, as in optax."""
+    """Algorithm 2 of Loshchilov and Hutter 2019, in float64, with the decay multiplied by the rate, as in optax."""
     schedule = make_schedule(config)
     params = [p.astype(np.float64) for p in jax.tree.leaves(tree(0))]
     mean, square = [np.zeros_like(p) for p in params], [np.zeros_like(p) for p in params]
@@ -117,8 +117,8 @@ def test_dtypes_of_the_moments(weights, asked, first):
 
 @pytest.mark.parametrize("opt_type", TRAITS)
 def test_every_optimizer_computes_in_float32_and_keeps_only_first_moments_in_mu_dtype(opt_type):
-    """State and updates of parameters in bfloat16 are those of the same values in float32, so that a second moment does
-    not stick."""
+    """For bfloat16 parameters, state and updates equal those of the same values in float32. A bfloat16 second moment
+    would stop changing."""
     config = config_of(opt_type=opt_type, weight_dtype="bfloat16", adafactor_min_dim_size_to_factor=2)
     tx = make_optimizer(config, AXES)
     narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tree(0))
@@ -145,11 +145,11 @@ def test_frozen_parameters_stay_and_have_no_state_and_no_part_in_the_norm():
     ("patterns", "expected"),
     [
         ("[]", (True, True, True)),
-        ("[embed]", (False, False, True)),  # searched anywhere in the name
+        ("[embed]", (False, False, True)),  # matches anywhere in the name
         ("[^decoder]", (True, True, False)),
         ("[^scale]", (False, False, False)),
-        ("['layers/mlp']", (False, True, False)),  # across the names of a path
-        ("[scale$, 'w[io]']", (True, True, False)),  # any of several
+        ("['layers/mlp']", (False, True, False)),  # matches across path components
+        ("[scale$, 'w[io]']", (True, True, False)),  # matches any of several patterns
         ("['a|scale$', ^t]", (True, True, True)),  # each pattern is matched separately
     ],
 )

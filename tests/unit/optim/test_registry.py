@@ -1,4 +1,4 @@
-"""Compares every optimizer with NumPy in float64, and tests which keys it reads."""
+"""Every optimizer against NumPy in float64, and which keys it reads."""
 
 import jax
 import numpy as np
@@ -33,7 +33,7 @@ def rms(x):
 
 
 def adam_pax(grads, params, rates, decays):
-    """Weights all gradients so far by b^(t - i), normalized to sum 1, as an explicit sum."""
+    """Averages all gradients so far by an explicit sum, with weights b^(t - i) normalized to sum 1."""
     for t, rate in enumerate(rates, start=1):
         w1, w2 = (b ** np.arange(t - 1, -1, -1.0) for b in (B1, B2))
         mean = sum(w * g for w, g in zip(w1 / w1.sum(), grads, strict=False))
@@ -69,7 +69,7 @@ def lion(grads, params, rates, decays):
 
 
 def adafactor(grads, params, rates, decays):
-    """Algorithm 4 of the paper. Rows and columns are the two longest axes of a layer, if the shorter one has at least 3
+    """Algorithm 4 of the paper. Rows and columns are the two longest axes of a layer, if the shorter has at least 3
     entries."""
     if params.ndim == 3:
         layers = [adafactor([g[i] for g in grads], layer, rates, decays) for i, layer in enumerate(params)]
@@ -139,5 +139,5 @@ def test_an_optimizer_is_given_its_own_keys_and_reads_all_of_them(name):
     config = config_of(opt_type=name)
     keys = Counted(keys_of(config))
     OPTIMIZERS[name](keys, Given(make_schedule(config), decayed(config, AXES), AXES))
-    # The mask is passed as `Given.decayed`.
+    # The optimizer receives the mask as `Given.decayed`.
     assert keys.seen == set(TRAITS[name].reads) - {"adamw_mask"}

@@ -1,4 +1,4 @@
-"""Compares learning-rate schedules with the closed forms of their docstring."""
+"""Learning-rate schedules against the closed forms in their docstring."""
 
 import math
 
@@ -9,7 +9,7 @@ from support import tiny_config
 from trainer.optim.schedule import make_schedule
 
 PEAK, FINAL = 0.02, 0.005
-LENGTH, WARMUP = 40, 8  # updates
+LENGTH, WARMUP = 40, 8  # in updates
 
 
 def rates(count=LENGTH, **overrides):
@@ -47,7 +47,7 @@ def test_warm_up_is_a_line_that_ends_at_the_peak(kind):
 @pytest.mark.parametrize("warmup", [0, WARMUP])
 def test_decay_ends_at_the_last_update_and_the_rate_stays(kind, shape, warmup):
     found = rates(LENGTH + 5, lr_schedule_type=kind, warmup_steps_fraction=warmup / LENGTH)
-    first, last = max(warmup - 1, 0), LENGTH - 1  # the update at the peak, and the update at the final rate
+    first, last = max(warmup - 1, 0), LENGTH - 1  # the last update at the peak, and the first update at the final rate
     close(found[first:LENGTH], [shape((i - first) / (last - first)) for i in range(first, LENGTH)])
     close(found[last:], [FINAL] * 6)
 
@@ -62,7 +62,7 @@ def test_wsd_keeps_the_peak_and_decays_at_the_end(style, shape, warmup):
     settings = {"lr_schedule_type": "wsd", "wsd_decay_style": style, "warmup_steps_fraction": warmup / LENGTH}
     found = rates(LENGTH + 5, **settings)
     decay = 10
-    start = LENGTH - 1 - decay  # the last update at the peak; the ten after it decay
+    start = LENGTH - 1 - decay  # the last update at the peak, followed by ten that decay
     close(found[warmup : start + 1], [PEAK] * (start + 1 - warmup))
     close(found[start:LENGTH], [shape(i / decay) for i in range(decay + 1)])
     close(found[LENGTH:], [FINAL] * 5)
@@ -78,7 +78,7 @@ def test_wsd_without_a_stable_part():
 def test_a_warm_up_of_the_whole_schedule(kind):
     found = rates(LENGTH + 4, lr_schedule_type=kind, warmup_steps_fraction=1.0, wsd_decay_steps_fraction=0.0)
     close(found[:LENGTH], [PEAK * (i + 1) / LENGTH for i in range(LENGTH)])
-    close(found[LENGTH:], [PEAK] * 4)  # no update was left for the decay
+    close(found[LENGTH:], [PEAK] * 4)  # no update remains for the decay
 
 
 @pytest.mark.parametrize("kind", ["cosine", "linear"])
@@ -108,7 +108,7 @@ def test_the_schedule_has_a_length_of_its_own(length):
 @pytest.mark.parametrize("length", [1, 2, 3])
 @pytest.mark.parametrize("warmup", [0.0, 0.34, 0.5, 1.0])
 def test_tiny_lengths(kind, length, warmup):
-    """Rates are between 0 and the peak. Then comes the final rate, or the peak if no update was left for the decay."""
+    """Rates stay between 0 and the peak. They end at the final rate, or at the peak if no update is left to decay."""
     settings = {"lr_schedule_type": kind, "steps": length, "warmup_steps_fraction": warmup}
     found = rates(length + 3, **settings, wsd_decay_steps_fraction=1 - warmup)
     assert np.isfinite(found).all()

@@ -1,4 +1,4 @@
-"""Compares with NumPy which steps are spikes."""
+"""Which steps are spikes, against NumPy."""
 
 import functools
 import itertools
@@ -16,7 +16,7 @@ INTERVAL, FACTOR = 16, 4.0
 
 
 def simulated(losses, norms, interval, factor):
-    """Returns which steps are accepted, and the last accepted ones since the statistics began, in float64."""
+    """Returns which steps are accepted, and the accepted steps since the statistics last restarted, in float64."""
     kept, taken, skipped = [], [], 0
     for pair in zip(losses, norms, strict=True):
         window = np.array(kept[-interval:], np.float64)
@@ -31,20 +31,20 @@ def simulated(losses, norms, interval, factor):
 
 @functools.cache
 def program(interval, factor):
-    """Returns `(losses, norms, steps) -> which steps are accepted, the last statistics`."""
+    """Returns `(losses, norms, steps) -> which steps are accepted, the final statistics`."""
     keys = {"skip_step_interval": interval, "skip_step_scaling_factor": factor, "skip_step_on_spikes": True}
     rule = skip_spikes(tiny_config("nnx", **keys))
 
     def one(state, seen):
         new, reasons = rule.observe(state, seen)
         taken = jnp.isfinite(seen.loss) & ~jnp.stack(list(reasons.values())).any()
-        return jax.tree.map(lambda new, old: jnp.where(taken, new, old), new, state), taken  # as the step's select does
+        return jax.tree.map(lambda new, old: jnp.where(taken, new, old), new, state), taken  # as in the training step
 
     return jax.jit(lambda *each: jax.lax.scan(one, rule.init(None), Seen(*each)))
 
 
 def decided(losses, norms, first=0, interval=INTERVAL, factor=FACTOR):
-    """Returns the same computed by the rule, in steps starting with `first`."""
+    """Returns which steps the rule accepts, and its final statistics, for steps that start at `first`."""
     state, taken = program(interval, factor)(losses, norms, first + np.arange(len(losses), dtype=np.int32))
     return taken.tolist(), state
 
@@ -56,7 +56,7 @@ def noise(count, level=3.0, seed=0):
 
 
 def check(losses, norms, first=0):
-    """Checks that decisions and statistics equal NumPy's. Returns the skipped steps."""
+    """Checks decisions and statistics against NumPy. Returns the skipped steps."""
     taken, state = decided(losses, norms, first)
     expected, kept = simulated(losses, norms, INTERVAL, FACTOR)
     assert taken == expected
@@ -70,9 +70,9 @@ def check(losses, norms, first=0):
 
 def test_decisions_and_statistics_equal_numpy():
     losses, norms = noise(200)
-    losses[[1, 50, 51, 120]] += 4  # the first one before there are statistics
+    losses[[1, 50, 51, 120]] += 4  # step 1 comes before there are statistics
     norms[[30, 51, 160]] += 3
-    norms[10] = 2.1  # slightly above the bound of the ten steps before, which are less than an interval
+    norms[10] = 2.1  # slightly above the bound from the ten steps so far, less than an interval
     losses[90] = np.nan
     assert check(losses, norms) == [10, 30, 50, 51, 90, 120, 160]
 
@@ -81,13 +81,13 @@ def test_a_new_level_is_accepted_after_half_an_interval():
     (low, norms), (high, _) = noise(60), noise(60, level=8, seed=1)
     losses = np.concatenate([low, high])
     losses[110] += 4  # a spike on the new level
-    # The steps equal those of a run whose optimizer was reset: the window is empty, the step count is not 0.
+    # As if the optimizer had been reset: the window is empty, but the step count is not 0.
     assert check(losses, np.concatenate([norms, norms]), first=1000) == [*range(60, 60 + INTERVAL // 2), 110]
 
 
 @pytest.mark.parametrize("interval", [8, 9, 128])
 def test_no_run_stands_still(interval):
-    """For any sequence of losses, and with the smallest factor."""
+    """Holds for any sequence of losses, even with the smallest factor."""
     count = 10 * interval
     rng = np.random.default_rng(0)
     losses = {

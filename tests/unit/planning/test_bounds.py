@@ -1,4 +1,4 @@
-"""Bounds are below the figures of compiled steps, and so close that a wrong factor shows."""
+"""Bounds are below the figures of compiled steps, and close enough that a wrong factor is noticed."""
 
 import dataclasses
 import math
@@ -18,12 +18,12 @@ from trainer.training.build import build
 
 FREE = {"ici_bandwidth": math.inf, "dcn_bandwidth": math.inf}
 COMPUTE = dataclasses.replace(CHIPS["v5e"], hbm_bandwidth=math.inf, **FREE)
-# What the loop keeps, then its products, are the larger part of the step.
+# The loop's saved activations dominate the step's memory, and its products the step's compute.
 DEEP = {"base_num_decoder_layers": 48, "base_emb_dim": 64, "base_mlp_dim": 64, "head_dim": 16, "base_num_kv_heads": 4}
 DEEP |= {"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2, "per_device_batch_size": 8, "remat_policy": "full"}
 SPARSE = {"decoder_block": "mixtral", "num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 32}
 SPARSE |= {"sparse_matmul": False, "capacity_factor": 0.5, "ici_expert_parallelism": 4}
-# Settings, and the least bound / figure of arguments, memory and compute.
+# Per case: settings, and the minimum of bound / compiled figure for arguments, memory and compute.
 POINTS = {
     "deep": (DEEP, (0.99, 0.7, 0.9)),
     "microbatches": (DEEP | {"gradient_accumulation_steps": 2, "grad_dtype": "bfloat16"}, (0.99, 0.8, 0.9)),
@@ -52,7 +52,7 @@ def test_bounds_are_below_the_compiled_step(name):
 
 
 def test_other_rows_tiles_and_meshes_use_what_is_known(monkeypatch):
-    """A new object, which traces anew, gives the same bounds."""
+    """A new Bounds object, which traces again, returns the same bounds."""
     bounds, more = Bounds(jax.devices(), chip=COMPUTE), {"base_num_decoder_layers": 2}
     first = bounds.of(given(**DEEP | more))
     changes = {"per_device_batch_size": 2, "num_vocab_tiling": 2, "gradient_accumulation_steps": 3}
@@ -69,7 +69,7 @@ def test_other_rows_tiles_and_meshes_use_what_is_known(monkeypatch):
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
 def test_only_what_a_memory_of_the_chip_may_hold_is_left_out(platform, monkeypatch):
-    """The devices of a TPU, as far as `Bounds` reads them: the compiler may place 160 MiB in memories beside HBM."""
+    """On a TPU, the compiler may place 160 MiB in memories other than HBM."""
     bounds = Bounds(jax.devices())
     state, loops = module._State(100, 1.0, 0, 40, True), module._Loops(kept=(2e9, 6e9), gradients=(300, 800))
     monkeypatch.setattr(bounds, "_state", lambda config: state)

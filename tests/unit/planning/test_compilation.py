@@ -1,4 +1,4 @@
-"""Compilations in processes: outcomes, limits, and the words of a configuration."""
+"""Compilations in processes: outcomes, limits, and the configuration's words."""
 
 import sys
 import time
@@ -78,7 +78,7 @@ def test_a_failed_compilation_sets_no_limits():
 
 @pytest.mark.parametrize("words", [[], ["model_name=llama2-7b", "base_emb_dim=192", "base_num_decoder_layers=2"]])
 def test_the_compiler_gets_the_configuration_of_the_point(tmp_path, words):
-    """Its yml gives the same values again, also those that a preset would replace."""
+    """Its yml leads to the same values again, including values that a preset would override."""
     yml = tmp_path / "mine.yml"
     yml.write_text("base_config: base.yml\nlearning_rate: 0.5\nlogical_axis_rules: [['embed', []]]\n")
     words = [str(yml), "dataset_type=synthetic", *words, "trainable_parameters_mask=[embedding,norm]", "opt_type=muon"]

@@ -1,4 +1,4 @@
-"""Command lines of `trainer.plan`: their words, mistakes, and random questions to a compiler that answers at random."""
+"""Command lines of `trainer.plan`: their words, mistakes, and random questions to a randomly answering compiler."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ from trainer.planning.search import Search
 from trainer.planning.space import default_space
 
 RANDOM = 500
-# Values of keys for random questions; some of them are refused, alone or together.
+# Values of keys for random questions; some are refused, alone or in combination.
 VALUES = {
     "remat_policy": ["none", "full", "minimal_offloaded", "custom"],
     "per_device_batch_size": ["0.25", "1", "2", "3"],
@@ -77,8 +77,8 @@ def test_the_words_of_a_plan():
         ("search.per_device_batch_size=1,,2", "give the values to choose from, as in search.per_device_batch_size=A,B"),
         ("search.remat_policy", "give the values to choose from"),
         ("search.steps=-5", "search.steps: -5: out of range"),
-        ("search.model_name=llama2-7b", "a plan does not choose this key; give model_name=VALUE"),
-        ("search.logical_axis_rules=[[embed,[]]]", "a plan does not choose this key"),
+        ("search.model_name=llama2-7b", "a plan cannot vary this key; give model_name=VALUE"),
+        ("search.logical_axis_rules=[[embed,[]]]", "a plan cannot vary this key"),
         ("objective=speed", "objective=speed: allowed: tokens, batch"),
         ("compiles=0", "nothing would be compiled"),
         (f"compiles={'9' * 5000}", "not a whole number"),
@@ -96,7 +96,7 @@ def test_mistakes(word, message):
     ("words", "message"),
     [
         (["compile_topology="], "compile_topology is empty"),
-        (["compile_topology=cpu-8"], "no table of its memory and speed"),
+        (["compile_topology=cpu-8"], "its memory and speed are unknown"),
         (["compile_topology=v5e-3"], "there is no slice v5e-3"),
         (["compile_topology=cpu-8", "search.steps=3"], "search.steps and steps=20"),
         (["compile_topology=cpu-8", "journal=."], "the journal .: Is a directory; give another"),
@@ -107,11 +107,11 @@ def test_mistakes_end_with_code_2(words, message, capsys, tmp_path, monkeypatch)
     with pytest.raises(SystemExit, match="2"):
         main([*arguments("nnx"), *words])
     assert message in capsys.readouterr().err
-    assert [*tmp_path.iterdir()] == [] or message.startswith("no table")
+    assert [*tmp_path.iterdir()] == [] or message.startswith("its memory and speed")
 
 
 class Answers:
-    """A compiler with random answers; bounds that now and then exclude a point."""
+    """A compiler with random answers, and bounds that sometimes exclude a point."""
 
     def __init__(self, draw):
         self.draw = draw
@@ -171,7 +171,7 @@ def test_more_random_questions(tmp_path, monkeypatch):
 
 
 def ask_many(seeds, folder, monkeypatch):
-    """Returns how many of the questions compiled something. The others end with a UserError."""
+    """Returns how many questions led to a compilation. The others end with a UserError."""
     compiled = 0
     for seed in seeds:
         with contextlib.suppress(UserError):

@@ -1,4 +1,4 @@
-"""The search with a compiler that answers from a formula, and without one."""
+"""The search, with a simulated compiler and without one."""
 
 import json
 import random
@@ -32,13 +32,13 @@ KEYS = (
 
 
 class Formula:
-    """A compiler that answers from a formula and remembers what it compiled."""
+    """A simulated compiler that computes its answers from a formula and records what it compiled."""
 
     def __init__(self, seed=0, fails=()):
         self.compiled, self.seed, self.fails = [], seed, fails
 
     def figures(self, config):
-        """Returns (bytes, seconds): memory grows with rows; both are random in everything else."""
+        """Returns (bytes, seconds): memory grows with rows; all other keys have random effects."""
         rows, others = config["per_device_batch_size"], [config[key] for key in KEYS]
         draw = random.Random(f"{self.seed} {others}")
         return int(MEMORY * draw.uniform(0.1, 0.8) * (1 + rows / 8)), draw.uniform(1, 2) * (0.2 + rows)
@@ -68,7 +68,7 @@ def journal(tmp_path):
 
 @pytest.fixture(autouse=True)
 def no_bounds(monkeypatch):
-    """Replaces the bounds, which test_bounds.py tests, by ones that exclude nothing."""
+    """Replaces the bounds, which test_bounds.py tests, by bounds that exclude nothing."""
     monkeypatch.setattr(searching, "Bounds", lambda devices: NoBounds())
 
 
@@ -138,7 +138,7 @@ def test_what_train_would_refuse_is_not_compiled(config, journal):
     compiler = Formula()
     space = small(config, rows=(0.25, 1), meshes=((1, 8), (8, 1), (2, 2)))
     search = searched(config, space, journal, compiler, limit=1000)
-    assert search.counts.refused == 8 + 8  # a mesh of four devices, and two rows for eight devices
+    assert search.counts.refused == 8 + 8  # a four-device mesh; two rows for eight devices
     assert {candidate.changes["per_device_batch_size"] for candidate in search.candidates} == {1}
     assert not any(candidate.changes["ici_fsdp_parallelism"] == 2 for candidate in search.candidates)
     with pytest.raises(UserError, match="no point of the space can be trained"):
@@ -198,7 +198,7 @@ def test_lower_bounds_stand_apart(config, journal):
     assert search.candidates[0].lower_bound
     assert search.best is not search.candidates[0]
     text = answer_text(search, space, ["base.yml"])
-    assert "lower bounds: the number of rounds" in text
+    assert "lower bounds: a loop's trip count is unknown" in text
     assert " >" in text
 
 
@@ -305,7 +305,7 @@ def test_nothing_fits(config, journal):
 
 
 def test_a_platform_without_a_table_is_refused(config, journal):
-    with pytest.raises(UserError, match="no table of its memory and speed"):
+    with pytest.raises(UserError, match="its memory and speed are unknown"):
         Search(config, small(config), jax.devices(), journal, Formula())
 
 

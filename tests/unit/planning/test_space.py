@@ -1,4 +1,4 @@
-"""The points that a plan chooses from."""
+"""The points among which a plan chooses."""
 
 import math
 
@@ -34,7 +34,7 @@ def test_every_factorization_of_the_devices_is_a_mesh_once(devices, slices, expe
         assert math.prod(mesh.get(key, config[key]) for key in DCN.values() if mesh.get(key, config[key]) > 0) == slices
     axes = 5 + (experts > 1)  # data, pipeline, fsdp, context, tensor, expert
 
-    def ways(count):  # the number of ordered factorizations, by the exponents of the primes
+    def ways(count):  # the number of ordered factorizations, from the exponents of the prime factors
         total, prime = 1, 2
         while count > 1:
             exponent = 0

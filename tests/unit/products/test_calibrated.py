@@ -1,4 +1,4 @@
-"""Quantization of one kernel by AWQ and GPTQ, against NumPy and Qwix's own function."""
+"""Quantization of one kernel by AWQ and GPTQ, compared with NumPy and Qwix's function."""
 
 import functools
 
@@ -19,7 +19,7 @@ INT4 = How("int4", block=32)
 
 @functools.cache
 def kernel_and_inputs(inputs=64, outputs=12):
-    """Returns a kernel [in, out], and correlated activations [n, in], some inputs of which are large."""
+    """Returns a kernel [in, out], and correlated activations [n, in] with some large inputs."""
     rng = np.random.default_rng(0)
     mixed = rng.normal(size=(256, 8)) @ rng.normal(size=(8, inputs)) + 0.3 * rng.normal(size=(256, inputs))
     kernel, x = rng.normal(size=(inputs, outputs)), mixed * np.exp(rng.normal(size=inputs))
@@ -32,14 +32,14 @@ def error(kernel, quantized, x):
 
 
 def in_numpy(kernel, block):
-    """Returns the kernel [in, out] as int4 with a scale for each `block` of inputs, dequantized."""
+    """Returns the kernel [in, out], quantized to int4 with a scale per `block` inputs and dequantized."""
     tiles = kernel.reshape(-1, block, kernel.shape[1])
     scale = np.abs(tiles).max(1, keepdims=True) / 7.5
     return (np.clip(np.round(tiles / scale), -8, 7) * scale).reshape(kernel.shape)
 
 
 def assert_rounded(found, kernel, block):
-    """Except for the largest of a block if it is negative: -7.5 of its scale becomes -7 or -8, as its last bit says."""
+    """Skips negative maxima of a block: -7.5 scales become -7 or -8, depending on the last bit."""
     tiles = kernel.reshape(-1, block, kernel.shape[1])
     sure = (tiles > -0.999 * np.abs(tiles).max(1, keepdims=True)).reshape(kernel.shape)
     assert sure.mean() > 0.95
@@ -47,7 +47,7 @@ def assert_rounded(found, kernel, block):
 
 
 def by_grid(kernel, mean_abs, block):
-    """Returns the scales with the least error of 20 powers of the activations' magnitudes."""
+    """Tries 20 powers of the activations' magnitudes as scales, and returns the scales with the least error."""
     best = np.inf, None
     for power in np.linspace(0, 1, 20):
         scale = np.clip(mean_abs / mean_abs.max(), 1e-4, None) ** power
@@ -58,7 +58,7 @@ def by_grid(kernel, mean_abs, block):
 
 
 def rounded(kernel, how):
-    """The kernel, or each of several, without calibration."""
+    """Returns the kernel, or each of several, quantized without calibration."""
     storage = Storage(how.dtype, (how.block, 1), how.method)
     groups = len(kernel) if kernel.ndim == 3 else 0
     of = Kernel(kernel.shape[-2:-1], kernel.shape[-1:], (None,) * kernel.ndim, groups)
@@ -66,7 +66,7 @@ def rounded(kernel, how):
 
 
 def test_the_scales_of_awq():
-    """Those of a search by NumPy; the error of the product is below that of rounding."""
+    """They equal those of a NumPy search, and the error of the product is below that of plain rounding."""
     kernel, x = kernel_and_inputs()
     mean_abs = np.abs(x).mean(0)
     found, scales = awq(kernel, mean_abs, INT4)
@@ -85,7 +85,7 @@ def test_gptq_has_less_error_than_rounding():
 
 @pytest.mark.parametrize("block", [8, 0])
 def test_gptq_is_the_one_of_qwix(block, monkeypatch):
-    """With blocks of as many columns: Qwix unrolls all of them, so that only a small kernel compiles soon."""
+    """With the same block size as here. Qwix unrolls all columns, so only a small kernel compiles quickly."""
     monkeypatch.setattr(calibrated, "COLUMNS", 4)
     kernel, x = kernel_and_inputs(16, 6)
     hessian, how = x.T @ x, How("int8", block)
@@ -97,7 +97,7 @@ def test_gptq_is_the_one_of_qwix(block, monkeypatch):
 
 
 def test_experts():
-    """Each is quantized alone. One without tokens, and an input that was always zero, are rounded."""
+    """Each expert is quantized separately. An expert without tokens, and an always-zero input, are rounded."""
     kernel, x = kernel_and_inputs(32, 6)
     x = np.where(np.arange(32) == 5, 0, x)
     kernels = np.stack([kernel, kernel[::-1]])
@@ -118,7 +118,7 @@ def test_experts():
 
 def test_refusals():
     kernel, x = kernel_and_inputs()
-    with pytest.raises(UserError, match=r"mlp/wo/kernel: its 64 inputs are no multiple of 48"):
+    with pytest.raises(UserError, match=r"mlp/wo/kernel: its 64 inputs are not a multiple of 48"):
         gptq(kernel, x.T @ x, How("int4", 48), "mlp/wo/kernel")
     with pytest.raises(UserError, match=r"mlp/wo/kernel: GPTQ has no asymmetric form"):
         gptq(kernel, x.T @ x, How("int4", 32, "minmax"), "mlp/wo/kernel")

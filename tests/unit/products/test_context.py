@@ -1,4 +1,4 @@
-"""Products get the context of their layer, and rules that match nothing are refused."""
+"""Products receive the context of their layer, and rules that match nothing are refused."""
 
 import dataclasses
 
@@ -28,7 +28,7 @@ MICROBATCHES = {"gradient_accumulation_steps": 2, "per_device_batch_size": 1}
 
 
 class Noted:
-    """Rules whose products drop inputs of their own, by key and row, and note which kernels they are for."""
+    """Rules whose products apply dropout to their inputs, by key and row, and record the kernels."""
 
     def __init__(self):
         self.met = []
@@ -42,7 +42,7 @@ class Noted:
 
         def grouped(x, value, sizes, context):
             self.met.append((kernel.names, context is not None))
-            # Rows of x are sorted by expert: only what is the same for all rows can be used.
+            # Rows of x are sorted by expert, so only values common to all rows are usable.
             key = context.at(8).key
             scale = 1.0 if key is None else 1 + jax.random.uniform(key)
             return scale * grouped_product(x, value, sizes) + 0.0 * jnp.sum(context.rows)
@@ -66,7 +66,7 @@ def made(combination=ALL_COMBINATIONS[0], **keys):
 
 @pytest.mark.rest(covered_by="stochastic rounding follows the key and the row")
 def test_a_product_uses_the_key_and_the_rows_of_its_layer(noted):
-    """The same program in NNX and Linen. The loss does not depend on the mesh or on accumulation, but on the step."""
+    """NNX and Linen have the same program. The loss depends on the step, but not on the mesh or on accumulation."""
     runs = [made(name, mtp_num_layers=1) for name in sorted({ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]})]
     texts = set()
     for run in runs:

@@ -1,4 +1,4 @@
-"""Kernels that are stored quantized: their values, against NumPy, and products with them."""
+"""Kernels that are stored quantized: their values, compared with NumPy, and products with them."""
 
 import dataclasses
 import functools
@@ -54,7 +54,7 @@ def normal(*shape, seed=0):
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 3))
 def stored_as(storage, kernel, value, stacked=0, scale=None):
-    """Returns what is stored for `value`. With AWQ, its inputs have the scales `scale`, by default 1."""
+    """Returns the stored form of `value`. With AWQ, `scale` (default: 1) contains the scales of the inputs."""
     stored = storage.store(kernel, value, stacked)
     return stored if scale is None or not storage.awq else with_awq_scale(stored.array, scale, kernel)
 
@@ -64,7 +64,7 @@ floats = jax.jit(functools.partial(dequantize, dtype=jnp.dtype(jnp.float32)))
 
 @functools.cache
 def example(name, kernel, *first):
-    """Returns what is stored for a random kernel as STORAGES[name] says, with random scales of AWQ, and its values."""
+    """Returns a random kernel stored as STORAGES[name], with random AWQ scales, and its dequantized values."""
     shape = (*first, *kernel.in_shape)
     scale = 1 + np.abs(normal(*shape, seed=2))
     stored, values = _with_floats(STORAGES[name], kernel, normal(*shape, *kernel.out_shape), scale)
@@ -93,7 +93,7 @@ def test_blocks_have_their_own_scales():
     largest = np.abs(value).reshape(2, 32, 3, 16).max((1, 3))
     np.testing.assert_allclose(found.scale, largest / 448, rtol=1e-6)
     expected = (value / np.kron(np.asarray(found.scale), np.ones((32, 16)))).astype(ml_dtypes.float8_e4m3fn)
-    assert (expected == np.asarray(found.qvalue)).mean() > 0.999  # a quotient between two numbers may round either way
+    assert (expected == np.asarray(found.qvalue)).mean() > 0.999  # a tie may round either way
 
 
 def test_zero_points_hold_the_range():
@@ -126,7 +126,7 @@ def test_nf4_takes_the_nearest_number_and_packs_two_in_a_byte():
 @pytest.mark.parametrize("inputs_outputs", SHAPES, ids=str)
 @pytest.mark.parametrize("name", STORAGES)
 def test_a_product_is_that_of_the_dequantized_kernel(name, inputs_outputs):
-    """2 rows are multiplied before scales are applied, 200 after."""
+    """With 2 rows, scales are applied after the product; with 200 rows, before it."""
     inputs, outputs = inputs_outputs
     kernel = kernel_of(inputs, outputs)
     stored, whole = example(name, kernel)
@@ -176,7 +176,10 @@ def test_experts_multiply_with_their_own_kernels(name):
 @pytest.mark.parametrize("groups", [0, 3])
 @pytest.mark.parametrize("name", ["int8", "nf4", "awq"])
 def test_products_in_bfloat16_are_rounded_a_few_times(name, groups):
-    """The weight, the input or the result: about 2^-9.2 each, as a share of the typical result. Sums are in float32."""
+    """The weight, the input or the result is rounded: about 2^-9.2 each, relative to a typical result.
+
+    Sums are in float32.
+    """
     kernel, first = kernel_of((64,), (48,), groups), (groups,) if groups else ()
     stored, whole = example(name, kernel, *first)
     product = dequantized(STORAGES[name], kernel, rngs=None)
@@ -207,20 +210,20 @@ def test_blocks_that_fit_badly_are_refused():
     with pytest.raises(UserError, match=r"weight_block_size: blocks of 32 do not fit mlp/wo/kernel.*only 2 could"):
         Storage("int4", (32, 1)).store(kernel_of((50,), (8,)), jnp.zeros((50, 8)))
     found = jax.eval_shape(lambda: Storage("int4", (128, 1)).store(kernel_of((4, 48), (8,)), jnp.ones((4, 48, 8))))
-    assert found.scale.shape == (4, 3, 8)  # the largest part of a block that divides a head
+    assert found.scale.shape == (4, 3, 8)  # the largest block size that divides a head
     with pytest.raises(UserError, match="mlp/wo/kernel is float, and the product needs"):
         dequantized(Storage("int8"), kernel_of((4,), (4,)), rngs=None)(jnp.ones((1, 4)), 1, jnp.ones((4, 4)))
 
 
 def test_inputs_with_a_scale_each():
-    """As `weight_block_size=[1,1]` asks. AWQ and GPTQ read the number; 0 would mean one scale for all inputs."""
+    """`weight_block_size=[1,1]`. AWQ and GPTQ read the number; 0 would mean one scale for all inputs."""
     kernel = Kernel((4, 16), (8,), (None, None, None), name="out")
     assert [Storage("int8", (block, 1)).of_inputs(kernel) for block in (0, 1, 16, 32, 64)] == [0, 1, 16, 32, 64]
 
 
 @pytest.mark.parametrize("form", [{}, {"weight_quantization_algorithm": "awq"}])
 def test_latent_attention_over_a_cache_expands_no_keys(form, monkeypatch):
-    """Its queries are multiplied with the dequantized matrix instead, and the result is that of the whole text."""
+    """Queries are multiplied by the dequantized matrix instead. The result equals a forward pass over all tokens."""
     keys = {"decoder_block": "deepseek", "attention_type": "mla", "base_num_kv_heads": 4, "kv_lora_rank": 16}
     keys |= {"qk_rope_head_dim": 4, "num_experts": 4, "base_moe_mlp_dim": 8, "shared_experts": 1}
     keys |= {"base_num_decoder_layers": 1, "attention": "dot_product"}
@@ -244,7 +247,7 @@ def test_latent_attention_over_a_cache_expands_no_keys(form, monkeypatch):
 
 @pytest.mark.parametrize("name", STORAGES)
 def test_scales_are_applied_in_float32_before_the_kernel_is_rounded(name):
-    """Those of AWQ, too."""
+    """Including AWQ's scales."""
     kernel = kernel_of((64,), (48,))
     stored, _ = example(name, kernel)
     rounded = jax.jit(functools.partial(dequantize, dtype=jnp.dtype(jnp.bfloat16)))

@@ -1,4 +1,4 @@
-"""Layers multiply with all their matrices through the product that they are given."""
+"""Layers compute the products with all their matrices through the product object that they receive."""
 
 import re
 
@@ -25,12 +25,12 @@ B, T, E = 2, 3, 8
 NAMES = {
     "attention": {("embed", "q_heads", "kv"), ("embed", "kv_heads", "kv_head_dim"), ("heads", "kv", "embed")},
     "mlp": {("embed", "mlp"), ("mlp", "embed")},
-    "embed": {("embed", "vocab")},  # the head multiplies with the table
+    "embed": {("embed", "vocab")},  # a tied head multiplies with the table
 }
 
 
 class Recorded:
-    """A product that replaces every kernel by integers and records which kernels it gets."""
+    """A product that replaces every kernel by integers and records the kernels that it receives."""
 
     def __init__(self):
         self.met = []
@@ -44,7 +44,7 @@ class Recorded:
 
 
 class Adapter(nnx.Module):
-    """A low-rank term in addition to a plain product. It starts as zero."""
+    """Adds a low-rank term to a plain product. The term is initially zero."""
 
     def __init__(self, kernel, *, rngs):
         self.down = nnx.Param(jax.random.normal(rngs.params(), (*kernel.in_shape, 2)))
@@ -55,7 +55,7 @@ class Adapter(nnx.Module):
 
 
 def layer_of(name, make_product=None):
-    """Returns a layer with matrices, and its call."""
+    """Returns a layer with matrices, and a function that calls it."""
     rngs = nnx.Rngs(0)
     heads = {"heads": 4, "kv_heads": 2, "head_dim": 4, "rope": Rope(1, 10_000)}
     how = {"rngs": rngs, **DTYPES}
@@ -145,7 +145,7 @@ def test_experts_reach_their_matrices_through_the_products_that_are_chosen():
 
 @pytest.mark.parametrize("kernel", [Kernel((3, 2), (1, 4), ()), Kernel((6,), (5,), (), groups=2)])
 def test_a_wide_product_multiplies_with_more_columns(kernel):
-    """It has the values and the gradients of the plain one."""
+    """Its values and gradients equal those of the plain product."""
     rngs, groups = nnx.Rngs(0), (kernel.groups,) * bool(kernel.groups)
     wide, plain = make_wide(kernel, rngs=rngs), grouped_product if groups else product
     rng = np.random.default_rng(0)

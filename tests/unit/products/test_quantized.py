@@ -1,4 +1,4 @@
-"""Quantized products: against Qwix, NumPy's integers, formulas written out, and experts against dense layers."""
+"""Quantized products, compared with Qwix, NumPy integers and explicit formulas; experts, compared with dense layers."""
 
 import functools
 import re
@@ -45,7 +45,7 @@ def made(recipe, kernel=DENSE):
 
 
 def value_and_grads(fn, *args):
-    """Of a function that is not linear in the product, so that each output has a gradient of its own."""
+    """Differentiates a function that is nonlinear in the product, so that each output has a different gradient."""
     return jax.jit(jax.value_and_grad(lambda *args: jnp.sum(jnp.sin(3 * fn(*args))), tuple(range(len(args)))))(*args)
 
 
@@ -84,13 +84,13 @@ def assert_same_bits(left, right):
     [*((name, "float32") for name in RECIPES), *((name, "bfloat16") for name in ("int8", "fp8", "clipped"))],
 )
 def test_a_dense_product_has_the_bits_of_qwix(name, dtype):
-    """Result and gradients equal those of its product for training, which cannot serve experts (decision 25)."""
+    """Result and gradients equal those of Qwix's training product, which does not support experts (decision 25)."""
     x, kernel = X.astype(dtype), KERNEL.astype(dtype)
     assert_same_bits(dense(RECIPES[name], x, kernel), by_qwix(RECIPES[name], x, kernel))
 
 
 def test_int8_is_the_arithmetic_of_integers():
-    """The result is NumPy's product of integers times the scales, exactly; only integers are multiplied."""
+    """The result is exactly NumPy's integer product times the scales; only integers are multiplied."""
     rng = np.random.default_rng(0)
     integers = [rng.integers(-127, 128, shape) for shape in ((4, 64, 32), (32, 3, 16))]
     scales = 2.0 ** -rng.integers(0, 5, (4, 64, 1)), 2.0 ** -rng.integers(0, 5, (1, 3, 16))
@@ -110,13 +110,13 @@ def test_int8_is_the_arithmetic_of_integers():
 
 
 def rounded(x, axes):
-    """Returns x with its scale over `axes` divided out, as integers, and the scale."""
+    """Returns x divided by its scale over `axes` and rounded to integers, and the scale."""
     scale = np.abs(x).max(axes, keepdims=True) / 127.5
     return np.clip(np.round(x / scale), -128, 127), scale
 
 
 def close(found, expected):
-    """In float32, some values round to the neighbouring integer."""
+    """Tolerates float32 values that round to the neighbouring integer."""
     return np.linalg.norm(np.reshape(found, expected.shape) - expected) < 5e-3 * np.linalg.norm(expected)
 
 
@@ -127,7 +127,7 @@ def forward_and_back(fn, args, gradient):
 
 
 def pulled(fn, *args, seed=2):
-    """Returns the result, a random gradient of it, and the gradients of the arguments."""
+    """Returns the result, a random output gradient, and the gradients of the arguments."""
     shape = jax.eval_shape(fn, *args)
     gradient = draw(*shape.shape, seed=seed).astype(shape.dtype)
     out, grads = forward_and_back(fn, args, gradient)
@@ -135,8 +135,11 @@ def pulled(fn, *args, seed=2):
 
 
 def test_gradients_are_straight_through_and_by_hand():
-    """Rounding counts as the identity: each gradient is the product of the quantized gradient with a quantized operand.
-    Before it is quantized, the gradient takes the scales of the axis that is summed."""
+    """Each gradient is the product of the quantized output gradient with a quantized operand.
+
+    Rounding counts as the identity. Before the output gradient is quantized, it is multiplied by the scales of the axis
+    that is summed over.
+    """
     product = made(RECIPES["int8"])
     _, gradient, found = pulled(lambda x, kernel: product(x, 1, kernel), X, KERNEL)
     x, kernel, gradient = (
@@ -160,10 +163,10 @@ def test_a_value_outside_of_its_range_has_no_gradient():
 @pytest.mark.rest(covered_by="int8, and dense layers", cases=("fp8", "per tensor", "clipped"))
 @pytest.mark.parametrize("name", ["int8", "fp8", "per tensor", "clipped"])
 def test_experts_multiply_as_dense_layers(name):
-    """Each expert's rows, in both forms of the product: with the same number of rows, and sorted by expert."""
+    """Each expert's rows, in both forms of the product: equal numbers of rows per expert, and rows sorted by expert."""
     recipe = RECIPES[name]
     x, product = draw(50, 32), made(recipe, EXPERTS)
-    kernel = draw(4, 32, 16, seed=1) * np.float32([0.2, 1, 0.1, 0.02])[:, None, None]  # each with a scale of its own
+    kernel = draw(4, 32, 16, seed=1) * np.float32([0.2, 1, 0.1, 0.02])[:, None, None]  # different scales
     alone = made(recipe, Kernel((32,), (16,), (None, None)))
 
     def of_expert(rows, kernel, gradient):
@@ -191,7 +194,7 @@ def test_experts_multiply_as_dense_layers(name):
     if recipe.per_channel:
         np.testing.assert_allclose(out, np.concatenate([out for out, *_ in each]), rtol=1e-6)
         assert_same_bits(to_x, np.concatenate([one for _, one, _ in each]))
-    if name == "int8":  # the scales of the kernel's gradient are over the rows of all experts
+    if name == "int8":  # the scales of the kernel gradient cover the rows of all experts
         (qx, sx) = rounded(np.float64(x), 1)
         integers, scale = rounded(np.float64(gradient) * sx, 0)
         assert close(to_kernel, np.stack([qx[those].T @ integers[those] for those in rows]) * scale)
@@ -213,13 +216,13 @@ def test_experts_are_mapped_over_islands(sizes):
 
 
 def test_parts_of_the_rows_have_scales_of_their_own():
-    """With a part for each row, the gradient of the kernel is the sum over rows, however they are batched."""
+    """With one part per row, the kernel gradient is the sum over rows, however the rows are batched."""
     x, exact = draw(4, 128, 32), jax.jit(functools.partial(dense, RECIPES["int8"]))
     _, (_, whole) = dense(Recipe("int8", "int8", parts=4), x)
     each = [exact(x[i : i + 1])[1][1] for i in range(4)]
     np.testing.assert_allclose(whole, np.sum(each, 0), rtol=1e-4, atol=1e-5)
     assert not np.allclose(whole, exact(x)[1][1], rtol=1e-3)
-    # On one device there is one part; and all parts are products of integers.
+    # On one device, there is one part; and all parts multiply integers.
     assert_same_bits(dense(Recipe("int8", "int8", parts=DEVICES), x), exact(x))
     product = made(Recipe("int8", "int8", parts=4))
     text = jax.jit(jax.grad(lambda kernel: product(x, 1, kernel).sum())).lower(KERNEL).as_text()
@@ -230,7 +233,7 @@ def test_parts_of_the_rows_have_scales_of_their_own():
 
 @pytest.mark.parametrize("parts", [1, DEVICES], ids=["whole", "of devices"])
 def test_a_scale_is_over_the_whole_axis_or_of_a_device(parts):
-    """On 8 devices, whose rows are shared by 4 and inputs or outputs by 2, as on one with as many parts."""
+    """8 devices, which split rows by 4 and inputs or outputs by 2, equal one device with as many parts."""
     config = tiny_config(ALL_COMBINATIONS[0], devices=8, ici_data_parallelism=4, ici_tensor_parallelism=2)
     x, gradient = draw(8, 128, 32), draw(8, 128, 64, seed=2)
     rows = INPUT[:2]
@@ -258,7 +261,7 @@ def test_a_scale_is_over_the_whole_axis_or_of_a_device(parts):
         for a, b in zip(found, expected, strict=True):
             assert close(a, b)
         assert np.linalg.norm(found[2] - other[2]) > 3 * np.linalg.norm(found[2] - expected[2])
-        # With one scale, and only then, the devices exchange ranges over rows: one for each of a device's outputs.
+        # Only with one scale, devices exchange ranges over rows: one range for each output of a device.
         ranges = re.findall(r"f32\[(?:1,)*([0-9]+)\]\S* all-reduce", compiled.as_text())
         assert inputs or ("32" in ranges) == (parts == 1), ranges
 
@@ -282,7 +285,10 @@ def test_stochastic_rounding_has_the_right_mean_and_follows_the_row(noise):
 
     @jax.jit
     def drawn(keys):
-        """For each key; to the nearest; exact; for the first key, of half of the rows and of another matrix."""
+        """Returns four kinds of gradients: per key; to nearest; exact; and for the first key.
+
+        The last kind uses half of the rows, and another matrix.
+        """
         many, first = jax.vmap(lambda key: grads(key, every))(keys), keys[0]
         return many, grads(None, every), exact(None, every), grads(first, every[2:])[0], other(first, every)[0]
 
@@ -291,7 +297,7 @@ def test_stochastic_rounding_has_the_right_mean_and_follows_the_row(noise):
     assert not (to_x[0] == to_x[1]).all()
     for mean, one, goal in zip((to_x.mean(0), to_kernel.mean(0)), nearest, exact, strict=True):
         assert np.linalg.norm(mean - goal) < 0.3 * np.linalg.norm(one - goal)
-    np.testing.assert_array_equal(to_x[0][2:], half)  # a row's noise depends on its index only, so a batch may be split
+    np.testing.assert_array_equal(to_x[0][2:], half)  # a row's noise depends only on its index, so a batch may be split
     assert not (another == to_x[0]).all()
 
 
@@ -323,7 +329,7 @@ def test_experts_round_stochastically_and_each_gradient_has_its_noise():
     ],
 )
 def test_devices_that_share_the_hidden_units_of_experts_share_their_scales(method, per_channel, inputs, outputs):
-    """Each device has half of the inputs or outputs; the result and the gradients are those of one device."""
+    """Each device has half of the inputs or outputs; the result and the gradients equal those of one device."""
     kernel = Kernel((32,), (16,), ("exp", inputs, outputs), 4)
     product = quantized(Recipe("int8", "int8", Calibration(*[method] * 4), per_channel), kernel, rngs=None)
     config = tiny_config(ALL_COMBINATIONS[0], devices=2, ici_tensor_parallelism=2, ici_fsdp_parallelism=1)
@@ -362,7 +368,7 @@ def test_a_sum_that_int32_may_not_hold_is_refused():
         return jax.vjp(lambda kernel: product(x, 1, kernel), jnp.ones((1, 1)))[1](jnp.asarray(x))[0]
 
     with pytest.raises(
-        UserError, match="a sum of 140,000 products of integers may overflow int32, which always holds 131,071"
+        UserError, match="a sum of 140,000 products of integers may overflow int32; the limit is 131,071"
     ):
         to_kernel(1)
     np.testing.assert_allclose(to_kernel(DEVICES), 140_000, rtol=0.02)

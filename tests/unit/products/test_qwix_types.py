@@ -29,7 +29,7 @@ ROWS = 8
 
 @functools.cache
 def made(name="", combination=ALL_COMBINATIONS[0], **keys):
-    """A run whose kernels are stored as the type `name`; "" for the plain model."""
+    """Builds a run whose kernels are stored as the type `name`; "" builds the plain model."""
     if name:
         keys = FROZEN | {"decoder_block": f"stored_qwix:{name}"} | keys
     keys = {"per_device_batch_size": ROWS, "sharding_tolerance": 1, "opt_type": "sgd", "learning_rate": 0.1} | keys
@@ -49,7 +49,7 @@ def stored_params(name):
 
 
 def tree_of(name, run):
-    """The canonical state before the first step; its optimizer state has no arrays but counters."""
+    """Returns the canonical state before the first step; its optimizer state has no arrays but counters."""
     zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), run.codec.unpack(run.codec.abstract))
     return zeros._replace(params=stored_params(name))
 
@@ -64,7 +64,7 @@ class Holder(nnx.Module):
 def test_nnx_functions_keep_the_arrays_and_the_static_parts(name, graph):
     kernels = stored_params(name)["decoder"]["layers"]["mlp"]["wo"]["kernel"]
     first, second = (jax.tree.map(lambda part, i=i: jnp.asarray(part[i]), kernels) for i in range(2))
-    assert jax.tree.structure(first) == jax.tree.structure(second)  # with the static parts
+    assert jax.tree.structure(first) == jax.tree.structure(second)  # including the static parts
     with nnx.set_graph_mode(graph), nnx.set_graph_updates(graph), nnx.use_eager_sharding(False):
         module = Holder(nnx.Param(first))
         graphdef, state = nnx.split(module)
@@ -80,7 +80,7 @@ def test_nnx_functions_keep_the_arrays_and_the_static_parts(name, graph):
 
 
 def test_static_parts_take_part_in_the_comparison_of_structures():
-    """Otherwise the tests here would not notice that one is lost."""
+    """Otherwise the tests here would not notice that a static part is lost."""
     kernel = jax.ShapeDtypeStruct((16, 8), jnp.float32)
     value = jax.eval_shape(STORES["with_awq"], kernel)
     others = [
@@ -96,13 +96,13 @@ def test_static_parts_take_part_in_the_comparison_of_structures():
 
 @struct.dataclass
 class Unknown:
-    """A pytree for JAX, unknown to NNX."""
+    """A pytree for JAX that NNX does not know."""
 
     q: jax.Array
 
 
 class Plain:
-    """No pytree."""
+    """Not a pytree."""
 
     def __init__(self):
         self.table = jnp.ones(3)
@@ -110,7 +110,7 @@ class Plain:
 
 @pytest.mark.parametrize("graph", [True, False])
 def test_nnx_refuses_an_unregistered_pytree_and_overlooks_a_plain_object(graph):
-    """As docs/guides/extending.md says."""
+    """As documented in docs/guides/extending.md."""
     with nnx.set_graph_mode(graph), nnx.set_graph_updates(graph), nnx.use_eager_sharding(False):
         with pytest.raises(ValueError, match=r"Found data on value of type .*Unknown.* assigned to static attribute"):
             Holder(Unknown(jnp.ones(3)))
@@ -126,8 +126,10 @@ def test_nnx_refuses_an_unregistered_pytree_and_overlooks_a_plain_object(graph):
     [*((name, ALL_COMBINATIONS[0]) for name in TYPES), *(("mixed", combination) for combination in ALL_COMBINATIONS)],
 )
 def test_codec_builders_and_shardings_follow_the_kernel(name, combination):
-    """With Zero-1: each type, and a model of all types in each combination. The plain model says how a whole kernel is
-    sharded."""
+    """With Zero-1: each type, and a model of all types in each combination.
+
+    The plain model shows how a whole kernel is sharded.
+    """
     run, plain = made(name, combination, **ZERO1), made(**ZERO1)
     leaves, structure = jax.tree.flatten(run.codec.abstract)
     numbered = structure.unflatten(range(len(leaves)))
@@ -141,10 +143,10 @@ def test_codec_builders_and_shardings_follow_the_kernel(name, combination):
         {name: leaf.shape for name, leaf in by_name(it.model.abstract[0]).items()} for it in (run, plain)
     )
     assert axes.keys() == shapes.keys()
-    parts = {}  # the owner of each part, and which axes of the owner the part has
+    parts = {}  # per part: its owner, and which axes of the owner it has
     for part, shape in shapes.items():
         owner = next(owner for owner in whole_axes if f"{part}/".startswith(f"{owner}/"))
-        # A part lacks the last axes at most.
+        # A part may lack only trailing axes.
         parts[part] = owner, [n > 1 and size % n == 0 for size, n in zip(whole_shapes[owner], shape, strict=False)]
     for part, (owner, has) in parts.items():
         assert list(axes[part]) == [axis if it else None for axis, it in zip(whole_axes[owner], has, strict=False)]
@@ -200,7 +202,7 @@ def test_a_model_of_all_types_is_the_plain_model_of_their_values():
 
 
 def stepped(run, tree, steps=1):
-    """Returns the losses and the canonical state after steps from the canonical state `tree`."""
+    """Runs steps from the canonical state `tree`, and returns their losses and the final canonical state."""
     state, step, losses = state_from(run, tree), run.compile(), []
     for i in range(steps):
         state, metrics = step(state, placed(run, packed_batch(run.config, ROWS, seed=i)), ())
@@ -209,13 +211,13 @@ def stepped(run, tree, steps=1):
 
 
 def test_training_around_the_frozen_integers_of_all_types():
-    """In NNX and Linen, with an optimizer that has state; a step on a mesh under Zero-1 gives the same loss."""
+    """NNX and Linen, with a stateful optimizer. A step on a mesh with Zero-1 has the same loss."""
     keys = {"opt_type": "adamw", "learning_rate": 1e-3}
     tree = tree_of("mixed", made("mixed", **keys))
     (losses, trained), (others, other) = (stepped(made("mixed", it, **keys), tree, 2) for it in ENDS)
     assert losses == others
     assert_equal_bits(trained, other)
-    assert jax.tree.structure(trained.params) == jax.tree.structure(tree.params)  # with the static parts
+    assert jax.tree.structure(trained.params) == jax.tree.structure(tree.params)  # including the static parts
     before = by_name(tree.params)
     for name, leaf in by_name(trained.params).items():
         assert (leaf == before[name]).all() == name.endswith(("/qvalue", "/zero_point", "out/kernel")), name
@@ -227,7 +229,7 @@ def test_training_around_the_frozen_integers_of_all_types():
 
 @pytest.mark.rest(covered_by="stored experts in unit/products/test_stored.py")
 def test_experts_that_are_stored_as_qarrays():
-    """On devices with their own experts, their own tiles of inputs and their share of hidden units."""
+    """On devices that hold different experts, different tiles of inputs, and a share of the hidden units."""
     keys = {"num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 32, "base_num_decoder_layers": 1}
     alone = made("experts", **keys)
     tree = copied(alone.codec.unpack(alone.init()))

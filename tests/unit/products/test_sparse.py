@@ -1,4 +1,4 @@
-"""Which weights are used, against NumPy."""
+"""Which weights are selected, compared with NumPy."""
 
 import jax
 import jax.numpy as jnp

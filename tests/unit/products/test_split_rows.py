@@ -1,4 +1,4 @@
-"""Products where devices share rows (docs/decisions/0004): tokens stay where they are."""
+"""Products where devices share rows (docs/decisions/0004): tokens stay on their devices."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ B, T, E, M = 4, 16, 8, 12
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_product_moves_no_tokens(dtype):
-    """Its gradient adds up the kernel's over the devices, and nothing else."""
+    """The backward pass all-reduces the kernel gradient over the devices, and nothing else."""
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "context"), axis_types=(AxisType.Auto,) * 2)
     graph, params = nnx.split(
         Dense([E], [M], ("embed", "mlp"), dtype=jnp.dtype(dtype), weight_dtype=jnp.float32, rngs=nnx.Rngs(0))

@@ -24,7 +24,7 @@ from trainer.training.build import build
 DENSE = {"decoder_block": "stored_int8:dense", "logits_via_embedding": False}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 32, "base_num_decoder_layers": 1}
 MESH = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2, "per_device_batch_size": 1}
-# The two native states: the others of each have the same program.
+# One combination per native state; the other combinations with that state have the same program.
 ENDS = sorted({ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]})
 ROWS = 8
 
@@ -36,7 +36,7 @@ def made(combination=ALL_COMBINATIONS[0], **keys):
 
 
 def stepped(run, tree, steps=1):
-    """Returns the losses and the canonical state after steps from the canonical state `tree`."""
+    """Runs steps from the canonical state `tree`, and returns their losses and the final canonical state."""
     state, step, losses = state_from(run, tree), run.compile(), []
     for i in range(steps):
         state, metrics = step(state, placed(run, packed_batch(run.config, ROWS, seed=i)), ())
@@ -74,7 +74,7 @@ def test_a_model_of_integers_is_the_plain_model_of_their_values():
 
 @pytest.mark.parametrize("combination", ALL_COMBINATIONS)
 def test_the_parts_of_a_parameter_are_sharded_like_it(combination):
-    """In every combination, with and without Zero-1; the plain model says how the whole kernel is sharded."""
+    """In every combination, with and without Zero-1; the plain model shows how the whole kernel is sharded."""
     keys = {"mtp_num_layers": 1, **FROZEN, **MESH, "shard_optimizer_over_data": True}
     run = made(combination, **DENSE, **keys)
     plain = made(combination, logits_via_embedding=False, mtp_num_layers=1, **MESH, shard_optimizer_over_data=True)
@@ -107,7 +107,7 @@ def test_the_parts_of_a_parameter_are_sharded_like_it(combination):
 
 @pytest.mark.rest(covered_by="unit/products/test_qwix_types.py")
 def test_training_around_frozen_integers_is_the_same_program_and_result():
-    """In NNX and Linen, with an optimizer that has state; a step on a mesh under Zero-1 gives the same loss."""
+    """NNX and Linen, with a stateful optimizer. A step on a mesh with Zero-1 has the same loss."""
     keys = DENSE | FROZEN | {"opt_type": "adamw", "learning_rate": 1e-3, "mtp_num_layers": 1}
     tree = initial(**keys)
     (losses, trained), (others, other) = (stepped(made(combination, **keys), tree, 2) for combination in ENDS)
@@ -123,7 +123,7 @@ def test_training_around_frozen_integers_is_the_same_program_and_result():
 
 def test_integers_have_no_gradient():
     with pytest.raises(
-        UserError, match=r"wi_0/kernel/q.*: integers and .* cannot be trained: give trainable_parameters_mask"
+        UserError, match=r"wi_0/kernel/q.*: integers and .* cannot be trained: set trainable_parameters_mask"
     ):
         made(**DENSE)
 
@@ -131,7 +131,7 @@ def test_integers_have_no_gradient():
 @pytest.mark.rest(covered_by="experts in groups", cases=("capacity", "all"))
 @pytest.mark.parametrize("dispatch", ["groups", "capacity", "all"])
 def test_experts_that_are_stored_as_integers(dispatch):
-    """On devices with their own experts and their share of hidden units, the step is that of one device."""
+    """With experts and hidden units split over devices, the step equals that of one device."""
     how = {"groups": {}, "capacity": {"sparse_matmul": False, "capacity_factor": 1.0}, "all": {"sparse_matmul": False}}
     keys = EXPERTS | FROZEN | {"decoder_block": "stored_int8:experts"} | how[dispatch]
     tree = initial(**keys)
@@ -178,7 +178,7 @@ def test_a_checkpoint_has_the_parts(tmp_path):
 @pytest.mark.rest(covered_by="generation in unit/inference/test_weights.py")
 @pytest.mark.parametrize("combination", ENDS)
 def test_generation_with_integers(combination):
-    """The tokens are those of a plain model with the same values."""
+    """The tokens equal those of a plain model with the same values."""
     keys = {"per_device_batch_size": 1, "max_target_length": 16, "decode_sampling_strategy": "greedy"}
 
     def tokens(params, **keys):

@@ -1,4 +1,4 @@
-"""Models whose matrices are stored quantized: on meshes, and in all combinations."""
+"""Models with matrices that are stored quantized: on meshes, and in all combinations."""
 
 import functools
 
@@ -23,7 +23,7 @@ STORED = {"checkpoint_is_quantized": True}
 RECIPES = {
     "int8": {"quantization": "int8"},
     "int4": {"quantization": "int4", "weight_block_size": "[4,1]"},  # 6 groups of hidden units
-    "3 groups": {"quantization": "int4", "weight_block_size": "[8,1]"},  # on 2 devices
+    "3 groups": {"quantization": "int4", "weight_block_size": "[8,1]"},  # split over 2 devices
     "zero points": {"quantization": "int4", "weight_block_size": "[8,1]"}
     | {"weight_quantization_calibration_method": "minmax"},
     "fp8 blocks": {"quantization": "fp8", "weight_block_size": "[8,8]"},
@@ -39,7 +39,7 @@ MODELS = {
     | {"quantize_router_proj": False},
 }
 SIZES = {"base_num_decoder_layers": 1, "logits_via_embedding": False, "quantize_logits_proj": True}
-ROUNDING = 1e-5  # of sums in another order, as a share of the largest logit
+ROUNDING = 1e-5  # of sums in another order, relative to the largest logit
 
 
 def config_of(model, combination="nnx", devices=1, **keys):
@@ -70,7 +70,7 @@ def float_logits(model):
 
 
 def random_params(abstract, recipe, seed=0):
-    """Returns stored parameters. Kernels have a standard deviation of about 0.25."""
+    """Returns random stored parameters, whose kernels have a standard deviation of about 0.25."""
     rng = np.random.default_rng(seed)
     unit = UNITS[RECIPES[recipe]["quantization"]]
 
@@ -103,7 +103,7 @@ def as_floats(params):
 @pytest.mark.parametrize(
     ("model", "mesh", "recipe", "length"),
     [
-        *(("llama2", DENSE, name, 1) for name in RECIPES),  # few rows
+        *(("llama2", DENSE, name, 1) for name in RECIPES),  # one token per row: scales are applied after the product
         *(("llama2", DENSE, name, 16) for name in ("3 groups", "fp8 blocks")),
         *(("mixtral", EXPERT, name, 16) for name in ("int8", "3 groups", "fp8 blocks", "nf4", "awq")),
     ],
@@ -120,14 +120,14 @@ def test_logits_on_a_mesh_are_those_of_one_device(model, mesh, recipe, length):
 
 
 def test_a_folder_is_loaded_onto_a_mesh_and_generates(tmp_path, monkeypatch):
-    """Groups that the mesh does not divide. It generates what the float model of the same values does."""
+    """The mesh does not divide the groups. Generation equals that of the float model with the same values."""
     keys = STORED | RECIPES["3 groups"] | {"load_parameters_path": tmp_path, "return_log_prob": True}
     engine = MaxEngine(config_of("llama2", ENDS[0], devices=8, decode_sampling_strategy="greedy", **keys, **DENSE))
     params = random_params(engine.served.model.abstract[0], "3 groups")
     leaves = {name: Leaf(it.shape, it.dtype, [lambda it=it: it]) for name, it in names_of(params).items()}
     write_params(tmp_path, engine.config, leaves, None)
 
-    monkeypatch.setattr(placing, "SMALL", 0)  # layers of large leaves are put together on the devices
+    monkeypatch.setattr(placing, "SMALL", 0)  # devices stack the layers of large leaves
     variables = engine.load_params(say=print)
     loaded, _ = canonical(variables)
     assert_equal_bits(copied(loaded), params)
@@ -151,7 +151,7 @@ def test_a_folder_is_loaded_onto_a_mesh_and_generates(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("recipe", "combinations"), [("nf4", ENDS), ("awq", ALL_COMBINATIONS)])
 def test_all_combinations_store_the_same(recipe, combinations):
-    """Names, shapes, dtypes and axes; the first and the last give the same bits."""
+    """Names, shapes, dtypes and axes are equal; the first and the last combination also have equal bits."""
     models = [model_of(config_of("mixtral", it, **STORED, **RECIPES[recipe])) for it in combinations]
     first, *others = models
     assert jax.tree.structure(first.param_axes) == jax.tree.structure(first.abstract[0])
@@ -173,6 +173,6 @@ def test_integers_are_refused_in_training():
         with pytest.raises(UserError, match=message):
             build(config_of("llama2", **STORED, **RECIPES[recipe]), jax.devices()[:1])
     run = build(config_of("llama2", **STORED, **RECIPES["int4"], **FROZEN), jax.devices()[:1])
-    with pytest.raises(UserError, match=r"wi_0/kernel/qvalue has integers of 4 bits, which .* do not take on CPUs"):
+    with pytest.raises(UserError, match=r"wi_0/kernel/qvalue contains 4-bit integers, which .* do not accept on CPUs"):
         run.check_arguments()
     build(config_of("llama2", **STORED, **RECIPES["nf4"], **FROZEN), jax.devices()[:1]).check_arguments()

@@ -1,4 +1,4 @@
-"""The prompts of reinforcement learning as a data set."""
+"""The prompts of reinforcement learning, as a data set."""
 
 from pathlib import Path
 
@@ -126,6 +126,15 @@ def test_a_mixture_has_the_completions_of_the_data(tmp_path, chat):
         assert texts == [["\xff2+1=", "3\xff"], ["\xff1+1=", "22\xff"]]
 
 
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_mixture_leaves_out_prompts_without_a_completion(tmp_path, chat):
+    template = "'{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}'"
+    keys = {"use_chat_template": True, "chat_template": template, "max_target_length": 64} if chat else {}
+    dataset, lines = opened(tmp_path, [{"q": "2+1=", "a": ""}, {"q": "1+1=", "a": "2"}], **MIXED | keys)
+    assert [one.text for one in dataset.train.prompts] == ["1+1="]
+    assert ["1 prompt without completion left out" in line for line in lines] == [True]
+
+
 def test_a_mixture_needs_completions(tmp_path):
-    with pytest.raises(UserError, match="the completions for the other rounds are missing"):
+    with pytest.raises(UserError, match="the rounds without rollouts need completions from the data"):
         opened(tmp_path, **MIXED | {"train_data_columns": "[q]", "eval_data_columns": "[q]"})

@@ -1,4 +1,4 @@
-"""Rewards by functions of a user, in processes: what they get and return, what fails, and how processes end."""
+"""Reward functions of a user, in worker processes: arguments, results, failures, and how the processes end."""
 
 import os
 import random
@@ -49,7 +49,7 @@ def spin():
     re.match("(a+)+b", "a" * 60)
 '''
 PATHS = ["my_rewards:length", "my_rewards:answers"]
-LATE = 0.75  # seconds, more than a busy machine takes for a short sample
+LATE = 0.75  # seconds; longer than a busy machine needs for a short sample
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -64,7 +64,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def told(folder):
-    """Two workers, which score a sample by running its completion."""
+    """Yields two workers, which score a sample by running its completion."""
     with Rewards(["my_rewards:as_told"], workers=2, seconds=60) as rewards:
         yield rewards
 
@@ -201,7 +201,7 @@ def test_a_sample_that_takes_too_long(folder, tmp_path, monkeypatch):
         assert [each.by_function[1] for each in scored if not each.timed_out] == [1, 2, 3, 4]
         assert len(said) == 1
         assert "my_rewards:as_told was stopped after 0.75 s" in said[0]
-        wait_for_the_end_of(before)  # and of what spin() has started
+        wait_for_the_end_of(before)  # including the processes that spin() started
         assert values(rewards(samples("5"))) == [6]
         assert len(list(tmp_path.iterdir())) == 2, "a folder of each worker"
     assert not list(tmp_path.iterdir())
@@ -224,13 +224,13 @@ def test_signals_are_left_to_the_parent(told):
     code = f"os.kill(os.getpid(), signal.SIG{{}}) or os.getsid(0) != {os.getsid(0)}"
     assert values(told(samples(code.format("INT"), code.format("TERM")))) == [1, 1]
     ends = f"os.waitpid(os.{'fork'}() or [os.kill(os.getpid(), signal.SIGTERM), time.sleep(60)][0], 0)[1]"
-    assert values(told(samples(ends))) == [signal.SIGTERM]  # of a process that a function starts
+    assert values(told(samples(ends))) == [signal.SIGTERM]  # from a process that the reward function starts
 
 
 @pytest.mark.parametrize(
     ("source", "path", "said"),
     [
-        (None, "not_there:f", r"No module named 'not_there'; modules are found from the current folder, .*PYTHONPATH"),
+        (None, "not_there:f", r"No module named 'not_there'; modules are searched in the current folder, .*PYTHONPATH"),
         ("import not_there", "NAME:f", r"No module named 'not_there' \(.*NAME.py, line 1\)$"),
         ("def f(:", "NAME:f", r"SyntaxError: .*NAME.py, line 1"),
         ("1 / 0", "NAME.f", r"ZeroDivisionError: .*NAME.py, line 1"),

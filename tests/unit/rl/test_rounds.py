@@ -1,4 +1,4 @@
-"""The random numbers of rounds, held-out prompts, and slots."""
+"""The random numbers of rounds, held-out prompts, and decoding slots."""
 
 import itertools
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ KEYS = {"use_grpo": True, "reward_functions": "[m:f]", "decode_sampling_temperat
 
 
 def test_every_prompt_of_every_round_has_its_own_seed():
-    """It follows from decode_sampling_seed and the number of the round: a run that resumes draws the same."""
+    """Seeds are derived from decode_sampling_seed and the round number, so a resumed run draws the same samples."""
     config, asked = load(arguments("nnx", **KEYS, steps=6, checkpoint_period=2)).config, {}
 
     def seeds(done, seed=config.decode_sampling_seed):
@@ -39,7 +39,7 @@ def test_every_prompt_of_every_round_has_its_own_seed():
 
 @pytest.mark.parametrize(("steps", "count"), [(-1, 40), (2, 24), (9, 40)])
 def test_an_evaluation_has_the_rows_of_its_steps(steps, count, monkeypatch):
-    """A step has 3 parts of 4 rows."""
+    """An evaluation step has 3 parts of 4 rows."""
     monkeypatch.setattr(rounds, "eval_parts", lambda config: 3)
     made, asked = object.__new__(Rounds), []
     made._run = SimpleNamespace(config=SimpleNamespace(eval_steps=steps), eval_rows=4)
@@ -52,7 +52,7 @@ def test_an_evaluation_has_the_rows_of_its_steps(steps, count, monkeypatch):
 
 @pytest.mark.parametrize(("at_once", "slots"), [(-1, 24), (7, 8), (1, 4), (100, 24)])
 def test_the_completions_of_a_prompt_have_slots_at_once(at_once, slots, monkeypatch):
-    """Of 24 sequences in groups of 3, sharded over two devices."""
+    """24 sequences in groups of 3, sharded over two devices."""
     keys = KEYS | {"rollout_micro_batch_size": at_once, "rl_num_generations": 3}
     mesh = SimpleNamespace(devices=np.array([SimpleNamespace(platform="cpu")]), shape={"fsdp": 1})
     for name, made in {
@@ -74,7 +74,7 @@ def test_the_share_of_rounds_with_rollouts(share, rounds):
 
 @pytest.mark.parametrize(("longest", "kept"), [(-1, 6), (12, 4), (5, 6)])
 def test_a_completion_of_the_data_has_the_room_of_a_rollout(longest, kept):
-    """In rows of 16 tokens, after a prompt of 5."""
+    """Rows have 16 tokens, and the prompt has 5."""
     config = load(arguments("nnx", max_target_length=16, max_prefill_predict_length=longest)).config
     prompt = Prompt("", "", {}, np.arange(5), np.arange(6))
     found = of_data(config, prompt)

@@ -64,7 +64,10 @@ main()
 
 
 def ended(command, ends=((), ())):
-    """Returns the return code, the output and the errors of two processes with a free address and their own `ends`."""
+    """Runs two processes with a free address; returns each one's return code, output and errors.
+
+    `ends`: the additional arguments of each process.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -107,7 +110,7 @@ TRAIN = ["-m", "trainer.train", *words(dataset_type="synthetic", enable_checkpoi
 
 
 def test_a_wrong_word_in_one_process_is_the_message_of_all():
-    """The word is found before the process connects. The others would wait for it until their time is over."""
+    """It is detected before the process connects. The other processes would wait for it until their timeout."""
     codes, ends = ended(TRAIN, [[], ["stepz=3"]])
     mistake = "1 mistake in the configuration:\n  stepz=3 (command line): there is no key stepz; nearest: steps\n"
     assert [said for _, said in ends] == [f"error: process 1 of 2: {mistake}", f"error: {mistake}"]
@@ -115,11 +118,11 @@ def test_a_wrong_word_in_one_process_is_the_message_of_all():
 
 
 def test_a_process_that_never_comes_is_one_message():
-    """JAX itself would abort."""
+    """Without this, JAX would abort."""
     codes, ends = ended(TRAIN, [["jax_distributed_initialization_timeout=1"]])
     assert codes == [2]
     assert ends[0][1].startswith("error: the processes given by coordinator_address did not all connect to each other")
-    assert "within 1 s: look for an error in the output of each, start all of them" in ends[0][1]
+    assert "within 1 s: look for an error in the output of each process, start all processes" in ends[0][1]
     assert ends[0][1].count("\n") == 1
 
 

@@ -1,4 +1,4 @@
-"""The environment variables of launchers."""
+"""The environment variables that launchers set."""
 
 from types import SimpleNamespace
 

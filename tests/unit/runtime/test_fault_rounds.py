@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from run_cases import fault_rounds
 
-# As in a run of two processes: process 0 alone deletes checkpoints, and nothing is prepared.
+# Like a run of two processes: process 0 alone deletes checkpoints, and no data are prepared.
 COMMON = {"step": 40, "batch": 40, "evaluation": 4, **dict.fromkeys(("save", "sidecar", "checksums", "commit"), 8)}
 COMMON |= {"retention": 8}
 COUNTS = [COMMON | {"row of metrics": 60, "deletion": 6}, COMMON]
@@ -55,7 +55,7 @@ def test_results_are_of_one_command_and_equal_rounds_are_not_run_again(monkeypat
     monkeypatch.setattr(sys, "argv", [*command, "steps=4"])
     with pytest.raises(SystemExit):
         fault_rounds.main()
-    assert "is of another command: trainer.train 1 kill,term" in capsys.readouterr().err
+    assert "belongs to another command: trainer.train 1 kill,term" in capsys.readouterr().err
 
 
 def test_another_number_of_processes_must_train_on_the_same_rows():

@@ -1,4 +1,4 @@
-"""Folders that a command was given: links out of them, pipes and devices are refused, and writes go through no link."""
+"""Folders that a user passes: links out of them, pipes and devices are refused, and writes follow no link."""
 
 import os
 import socket
@@ -16,7 +16,7 @@ from trainer.runtime.lock import is_locked, lock
 
 @pytest.fixture
 def theirs(tmp_path):
-    """A folder with ordinary files and links within it, beside a file that is none of its business."""
+    """Returns a folder with ordinary files and internal links, beside a file that no command may read."""
     (tmp_path / "secret").write_text("mine")
     folder = tmp_path / "theirs"
     (folder / "a/b").mkdir(parents=True)
@@ -50,7 +50,7 @@ def test_a_link_out_of_the_folder_is_refused_at_any_depth(theirs, tmp_path, targ
         assert f"{theirs / name} leads out of {theirs}, to " in refusal(theirs, [name])
         (theirs / name).unlink()
     assert f"{theirs / 'a/out'} leads out" in refusal(theirs)
-    check_folder(theirs, ["a/b/file"])  # nobody asked for the others
+    check_folder(theirs, ["a/b/file"])  # only this file is requested
 
 
 def test_a_folder_behind_a_link_is_checked_too(theirs, tmp_path):
@@ -71,7 +71,7 @@ def test_links_that_lead_nowhere_and_to_themselves(theirs):
 
 @pytest.mark.parametrize("kind", ["pipe", "socket"])
 def test_what_is_neither_file_nor_folder_is_refused(theirs, kind, monkeypatch):
-    monkeypatch.chdir(theirs)  # the path of a socket is short
+    monkeypatch.chdir(theirs)  # the path of a socket must be short
     if kind == "pipe":
         os.mkfifo("it")
     else:
@@ -140,7 +140,7 @@ def test_what_is_appended_goes_through_no_link_and_into_no_pipe(tmp_path, name, 
 def test_metrics_go_through_no_link(tmp_path):
     (tmp_path / "mine").write_text('{"step": 0, "loss": 1.0}\n')
     (tmp_path / "metrics.jsonl").symlink_to("mine")
-    with MetricsWriter(tmp_path, 1) as metrics:  # what a link within the folder leads to is copied
+    with MetricsWriter(tmp_path, 1) as metrics:  # replaces an internal link by a copy of its target
         metrics.write({"step": 1})
     assert (tmp_path / "mine").read_text() == '{"step": 0, "loss": 1.0}\n'
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2

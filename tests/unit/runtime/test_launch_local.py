@@ -1,4 +1,4 @@
-"""scripts/launch_local.py names the process that caused the failure, and starts a failed job again, within limits."""
+"""scripts/launch_local.py names the process that caused a failure, and restarts a failed job, within limits."""
 
 import importlib.util
 import signal
@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "launch_local.py"
-# Process 1 ends as the plan says for this start: with a step and a code, -N for the signal N.
+# Process 1 ends as the plan specifies for this start: at a step, with a code; -N means signal N.
 PROGRAM = """
 import os, signal, subprocess, sys, time
 words = dict(word.partition("=")[::2] for word in sys.argv[1:])
@@ -61,7 +61,7 @@ def launcher():
 
 @pytest.fixture
 def job(launcher, tmp_path, monkeypatch):
-    """The function that makes a job of two processes by a plan."""
+    """Yields a function that makes a job of two processes from a plan."""
     (tmp_path / "program.py").write_text(PROGRAM)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launcher, "_LONGEST_PAUSE", 0.0)
@@ -69,7 +69,7 @@ def job(launcher, tmp_path, monkeypatch):
     shown = (tmp_path / "shown").open("w")
 
     def make(plan, *options):
-        # Process 1 waits for what is shown of process 0. pytest sets stdout between a fixture and its test.
+        # Process 1 waits for output of process 0. pytest replaces sys.stdout between a fixture and its test.
         monkeypatch.setattr(sys, "stdout", shown)
         words = ["--module", "program", *options, "--", "run_name=r", f"plan={plan}"]
         return launcher._Job(launcher._options(words))
@@ -89,15 +89,15 @@ def member(code, **said):
         ([None, None], None, ""),
         ([0, 0, None], None, ""),
         ([None, -9], 1, "process 1 of 2 was ended by SIGKILL; the others end too"),
-        ([1, 1, -9, 1], 2, "process 2 of 4 was ended by SIGKILL"),  # the others lost it
-        ([-9, -6, -6, None], 0, "process 0 of 4 was ended by SIGKILL"),  # JAX aborts the others when the first is gone
+        ([1, 1, -9, 1], 2, "process 2 of 4 was ended by SIGKILL"),  # the others lost process 2
+        ([-9, -6, -6, None], 0, "process 0 of 4 was ended by SIGKILL"),  # JAX aborts the others when process 0 is gone
         ([1, 137, 134], 1, "process 1 of 3 was ended by SIGKILL"),  # the same under supervisors
         ([-6, None, -6], 1, "process 1 of 3 does not answer: it is stopped, or it hangs; the others end too"),
         ([75, 134, None], 2, "process 2 of 3 does not answer"),
         ([134, 75], 1, "process 1 of 2 ended with code 75"),
         ([2, -6, -6], 0, "process 0 of 3 ended with code 2"),
-        ([1, 2], 1, "process 1 of 2 ended with code 2"),  # a user error; the other process lost it
-        ([143, 143], 0, ""),  # a request that was obeyed
+        ([1, 2], 1, "process 1 of 2 ended with code 2"),  # a user error; process 0 lost process 1
+        ([143, 143], 0, ""),  # both processes obeyed a request
     ],
 )
 def test_the_first_to_fail(launcher, capsys, codes, first, said):
@@ -135,7 +135,7 @@ def test_the_lines_of_supervisors(launcher):
 
 
 def test_a_stopped_process_is_named_not_the_one_that_lost_it(launcher, capsys, monkeypatch):
-    """JAX aborts the processes that lost another one after each other."""
+    """JAX aborts the processes that lost the stopped process, one after the other."""
     monkeypatch.setattr(launcher, "_GRACE", 0.5)
     monkeypatch.setattr(launcher, "LEFT_TO_END", 1.0)
     programs = ["import os; os.abort()", "import time; time.sleep(60)", "import os, time; time.sleep(0.2); os.abort()"]

@@ -1,4 +1,4 @@
-"""A run has one owner, whichever machines its processes are on. A machine is simulated by another `_place`."""
+"""A run has one owner, on whichever machines its processes are. Another `_place` simulates another machine."""
 
 import json
 import os
@@ -21,7 +21,7 @@ HERE = lease._place()
 @pytest.fixture(autouse=True)
 def fast(monkeypatch):
     monkeypatch.setattr(lease, "_RENEWED", 0.05)
-    monkeypatch.setattr(lease, "_LOST", 60.0)  # who waits for a sign of life gets it, however slow the disk is
+    monkeypatch.setattr(lease, "_LOST", 60.0)  # long enough to see a renewal on a slow disk
     monkeypatch.setattr(lease, "_LOOK", 0.02)
     for name in ("TRAINER_JOB", "TRAINER_RESTARTS", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
@@ -30,7 +30,7 @@ def fast(monkeypatch):
 
 @pytest.fixture
 def taken(tmp_path, monkeypatch):
-    """A function that takes the run in `tmp_path` for a process of a machine; lines for the user go to `said`."""
+    """Yields a function that acquires the run in `tmp_path` for a process on a machine; `said` gets user messages."""
     opened = []
 
     def take_from(host="here", say=lambda line: None, job=None, restarts=0, renews=True):
@@ -97,7 +97,7 @@ def test_an_owner_learns_of_it_when_it_renews(tmp_path, taken):
 
 
 def test_who_waits(tmp_path, monkeypatch):
-    """Nobody waits for a process that is gone here. A file that is no lease is waited for like one."""
+    """A local process that has ended is not waited for. A file that is no lease is waited for like a lease."""
     monkeypatch.setattr(lease, "_LOST", 0.2)
     ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
     waited = []
@@ -117,7 +117,7 @@ def test_who_waits(tmp_path, monkeypatch):
 
 
 def test_the_last_of_two_that_begin_at_once_goes_on(tmp_path, taken, monkeypatch):
-    monkeypatch.setattr(lease, "is_held", lambda folder, say: False)  # both have found no owner
+    monkeypatch.setattr(lease, "is_held", lambda folder, say: False)  # neither has seen an owner
     first, second = taken("there", renews=False), taken()
     with pytest.raises(UserError, match="has taken over this run"):
         first.check()  # before it writes anything

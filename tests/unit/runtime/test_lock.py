@@ -1,4 +1,4 @@
-"""Only one process at a time can lock a folder."""
+"""Only one process at a time can hold the lock of a folder."""
 
 import subprocess
 import sys
@@ -28,7 +28,7 @@ def test_another_process_sees_it_and_a_process_that_ended_holds_nothing(tmp_path
     held = lock(tmp_path)
     assert held_by_another(tmp_path)
     held.close()
-    assert not held_by_another(tmp_path)  # it takes the lock, and loses it when it ends
+    assert not held_by_another(tmp_path)  # the checking process acquires the lock, and releases it when it ends
     assert not held_by_another(tmp_path)
     assert (tmp_path / ".lock").exists()
 

@@ -1,4 +1,4 @@
-"""Transfers of host arrays to devices, with their shardings."""
+"""Transfers of host arrays to devices with given shardings."""
 
 from types import SimpleNamespace
 
@@ -65,13 +65,13 @@ class Device:
 
 
 def of_processes(indices, process_of):
-    """Returns a stand-in for a sharding over devices of several processes. Only its rows are used."""
+    """Returns a simulated sharding over devices of several processes. Only its row indices are used."""
     rows = {Device(process_of[device]): index for device, index in indices.items()}
     return SimpleNamespace(devices_indices_map=lambda shape: rows)
 
 
 def test_parts_need_not_lie_side_by_side(monkeypatch):
-    """As on a torus of TPUs, where the mesh follows the network: process 0 has the first and the last two rows."""
+    """On a TPU torus, the mesh follows the network: process 0 has the first and the last two rows."""
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     indices = {i: (slice(2 * i, 2 * i + 2),) for i in range(4)}
     among = of_processes(indices, {0: 0, 1: 1, 2: 1, 3: 0})

@@ -1,4 +1,4 @@
-"""The platforms that JAX starts if libtpu is installed and there is no TPU."""
+"""The platforms that JAX starts when libtpu is installed and there is no TPU."""
 
 import importlib.util
 import os
@@ -12,7 +12,7 @@ from trainer.runtime import platforms
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Returns the value of JAX_PLATFORMS on a machine with these packages, JAX plugins and hardware."""
+    """Returns JAX_PLATFORMS on a simulated machine with these packages, JAX plugins and hardware."""
 
     def platforms_on(libtpu=True, plugins=(), devices=(), tpu=False, before=None):
         monkeypatch.delenv("JAX_PLATFORMS", raising=False)
@@ -80,6 +80,6 @@ def test_simulated_devices_have_threads_to_wait_in(monkeypatch, flags, before, t
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
 def test_xla_takes_the_number_of_its_threads_from_nproc():
-    """conftest.py starts XLA with the same number as the function above."""
+    """conftest.py starts XLA with as many threads as the function above returns."""
     jax.devices()
     assert len(os.listdir("/proc/self/task")) > platforms._THREADS_PER_DEVICE * 8

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C as requests to end."""
+"""SIGTERM and Ctrl-C as requests to stop."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ def test_inside_the_signal_is_a_request():
         assert not preemption.requested
         os.kill(os.getpid(), signal.SIGTERM)
         assert preemption.requested
-        os.kill(os.getpid(), signal.SIGTERM)  # a second one is the same request
+        os.kill(os.getpid(), signal.SIGTERM)  # a second signal is the same request
         assert preemption.requested
     assert preemption.requested
 
@@ -44,7 +44,7 @@ def test_the_handler_goes_whatever_ends_the_context():
 
 
 class Synchronizes:
-    """JAX's manager: a request is synchronized at the number after the largest that was passed."""
+    """Simulates JAX's manager: it synchronizes a request at the largest number passed so far, plus one."""
 
     passed = at = 0
 
@@ -58,7 +58,7 @@ class Synchronizes:
 
 @pytest.mark.parametrize(("before", "after"), [([], 125), ([125], 126), ([0, 1, 2], 3)])
 def test_several_processes_obey_a_signal_whenever_it_came(before, after, monkeypatch):
-    """Also while a run that resumes after 125 updates starts."""
+    """Including while a run that resumes after 125 updates starts."""
     monkeypatch.setattr("jax.process_count", lambda: 2)
     manager = Synchronizes()
     monkeypatch.setattr("jax.experimental.multihost_utils.reached_preemption_sync_point", manager)
@@ -87,7 +87,7 @@ def test_the_exit_code_is_what_a_shell_reports():
 
 
 def test_a_signal_while_python_is_away_is_told_by_a_thread(monkeypatch, capsys):
-    """The main thread is then in a compiler; a wait simulates that."""
+    """The main thread would be in the compiler; a wait simulates that."""
     ended, codes = threading.Event(), []
     monkeypatch.setattr(os, "_exit", lambda code: (codes.append(code), ended.set()))
     with ends_at_signals("ended while it compiled"):
@@ -129,7 +129,7 @@ def sigint_of_the_system():
 @pytest.mark.usefixtures("sigint_of_the_system")
 @pytest.mark.parametrize(("saves", "how"), [(True, "saves and ends"), (False, "ends without saving")])
 def test_the_first_ctrl_c_is_a_request_and_leaves_the_second_to_the_system(saves, how, capfd):
-    """No exception: Python would drop one in a callback of its garbage collector, and JAX has such a callback."""
+    """The handler raises nothing: Python drops exceptions in garbage-collector callbacks, which JAX has."""
     with Preemption(saves) as preemption:
         signal.raise_signal(signal.SIGINT)
         assert (preemption.requested, preemption.number) == (True, signal.SIGINT)
@@ -148,7 +148,7 @@ def test_with_several_processes_ctrl_c_reaches_all_as_sigterm(monkeypatch, capfd
     told = []
     monkeypatch.setattr("jax.process_count", lambda: 2)
     monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", lambda update: bool(told))
-    before = signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))  # JAX's
+    before = signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))  # simulates JAX's handler
     with Preemption() as preemption:
         assert not preemption.check(1)
         signal.raise_signal(signal.SIGINT)

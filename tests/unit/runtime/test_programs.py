@@ -1,4 +1,4 @@
-"""Programs of several CPU devices are compiled anew, and others come from JAX's cache."""
+"""Programs for several CPU devices are always compiled; other programs come from JAX's cache."""
 
 import os
 import subprocess
@@ -45,7 +45,7 @@ def test_a_mesh_of_several_cpus_disables_the_cache(tmp_path, devices, hits, said
 
 @pytest.mark.parametrize(("count", "hits"), [(1, 1), (8, 0)])
 def test_the_suite_shares_programs_of_one_device(count, hits):
-    """With programs of several devices, ring attention returned wrong values from the second run with one folder on."""
+    """With cached multi-device programs, ring attention returned wrong values from the second run on."""
     heard = []
 
     def hear(event, **_):

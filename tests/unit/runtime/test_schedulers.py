@@ -1,4 +1,4 @@
-"""The examples for Slurm and Kubernetes: what they write exists there, and how scripts/slurm.sh ends."""
+"""The examples for Slurm and Kubernetes: whether their options and fields exist, and how scripts/slurm.sh ends."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from trainer.config.load import load
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "scripts" / "slurm.sh"
-# Options of sbatch 23.11 in the script, with the form of their values, and those of srun.
+# The options of sbatch 23.11 that the script uses, with patterns of their values, and the options of srun.
 SBATCH = {
     "job-name": r"\w+",
     "nodes": r"\d+",
@@ -27,8 +27,8 @@ SBATCH = {
     "signal": r"(R|B|RB):(TERM|USR1|USR2)@\d+",
 }
 SRUN = {"kill-on-bad-exit": "0|1", "wait": r"\d+"}
-# The fields and values of jobset.x-k8s.io/v1alpha2 (its CRD of 2026-08-18, with batch/v1 in it) at the places where the
-# manifest writes any. "!" marks a required one. Names in FREE are free.
+# The fields and values of jobset.x-k8s.io/v1alpha2 (its CRD of 2026-08-18, which includes batch/v1) for each path that
+# the manifest uses. "!" marks a required field. Below the paths in FREE, names are arbitrary.
 FIELDS = {
     "": "apiVersion kind metadata spec",
     "metadata": "name namespace labels annotations",
@@ -61,7 +61,7 @@ VALUES = {
     "kind": "JobSet",
     "restartStrategy": "Recreate BlockingRecreate InPlaceRestart",
     "completionMode": "Indexed NonIndexed",
-    "restartPolicy": "Never",  # Always, OnFailure are not for a podFailurePolicy
+    "restartPolicy": "Never",  # Always and OnFailure cannot be combined with podFailurePolicy
     "operator": "In NotIn",
     "spec.failurePolicy.rules.action": "FailJobSet RestartJobSet RestartJobSetAndIgnoreMaxRestarts",
     "spec.replicatedJobs.template.spec.podFailurePolicy.rules.action": "FailJob FailIndex Ignore Count",
@@ -71,7 +71,7 @@ NUMBERS = {"maxRestarts", "replicas", "parallelism", "completions", "backoffLimi
 
 
 def mistakes(value, path=""):
-    """Yields what the tables do not have."""
+    """Yields the fields and values that the tables do not contain."""
     name = path.rpartition(".")[2]
     if isinstance(value, dict):
         if path in FREE:
@@ -143,14 +143,14 @@ def test_the_directives_exist():
 
 
 PROGRAMS = {
-    # Without the options, like srun: two tasks, and the higher of their codes.
+    # Without the options, simulates srun: two tasks, and the higher of their exit codes.
     "srun": 'shift 2; TASK=1 "$@" & TASK=0 "$@"; a=$?; wait $!; b=$?; exit $((a > b ? a : b))',
     "python": """
         trap 'sleep 0.5; : > saved-$TASK; exit 143' TERM
         echo "$PPID $$ $*" > "task-$TASK"
         while [ ${CODES[$TASK]} = waits ]; do sleep 0.05; done
         exit ${CODES[$TASK]}""",
-    # To all processes of the tasks, like Slurm.
+    # Like Slurm, sends the signal to all processes of the tasks.
     "scancel": 'echo "$*" > cancelled; for f in task-*; do read -r a b rest < "$f"; kill -TERM "$a" "$b"; done',
     "scontrol": 'echo "$*" > queued',
 }
@@ -158,7 +158,7 @@ PROGRAMS = {
 
 @pytest.fixture
 def submitted(tmp_path):
-    """The function that starts the script as Slurm does, with tasks that end with `codes`."""
+    """Yields a function that starts the script as Slurm does, with tasks that end with `codes`."""
     (tmp_path / "bin").mkdir()
     for name, program in PROGRAMS.items():
         path = tmp_path / "bin" / name

@@ -1,4 +1,4 @@
-"""A supervised process that hangs is ended, and leaves what it did in a file; every other end passes through."""
+"""A supervised process that hangs is stopped, and its last activity is recorded; all other exits are passed through."""
 
 import os
 import signal

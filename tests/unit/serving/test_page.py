@@ -1,4 +1,4 @@
-"""The page at /, in headless Chromium, if there is one: in the path, or named by the variable CHROMIUM."""
+"""The page at /, in headless Chromium, if it is on the path or the variable CHROMIUM names it."""
 
 import contextlib
 import itertools
@@ -18,7 +18,7 @@ FOUND = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)
 
 
 class Page:
-    """A page in a browser that is controlled through two pipes, with JSON that ends with a zero byte."""
+    """A page in a browser that is controlled through two pipes, with JSON messages that end with a zero byte."""
 
     def __init__(self, url):
         self._numbers = itertools.count(1)
@@ -46,7 +46,7 @@ class Page:
                 return answer["result"]
 
     def run(self, code):
-        """Returns the value of an expression of JavaScript."""
+        """Returns the value of a JavaScript expression."""
         return self.call("Runtime.evaluate", expression=code, returnByValue=True)["result"].get("value")
 
     def text(self, name):
@@ -70,7 +70,7 @@ def test_the_page_is_one_small_file(engine):
     assert status == 200
     assert text == _PAGE.read_bytes()
     assert len(text) < 6000
-    assert b"://" not in text  # it loads nothing
+    assert b"://" not in text  # the page loads nothing
     assert "connect-src 'self'" in headers["content-security-policy"]
 
 
@@ -83,7 +83,7 @@ def test_the_command_of_a_chat_model_is_a_chat(engine):
 
 @pytest.mark.skipif(FOUND is None, reason="there is no Chromium")
 def test_in_a_browser(engine):
-    """It shows the text of the API as it comes, its speed and errors, and asks for a token where one is needed."""
+    """It shows the API's text as it arrives, speed and errors, and asks for a token where the server requires one."""
     with served(*engine) as port, contextlib.closing(Page(f"http://127.0.0.1:{int(port)}/")) as page:
         wait_for(lambda: page.run("document.getElementById('model')?.value") == "tiny")
         page.run("document.getElementById('temperature').value = 0; document.getElementById('count').value = 40")

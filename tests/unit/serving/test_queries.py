@@ -1,4 +1,4 @@
-"""What a request may say, and that everything else is refused by name."""
+"""What a request may contain, and that everything else is refused with its name."""
 
 import json
 
@@ -159,12 +159,12 @@ def test_tokens(tmp_path, monkeypatch):
     monkeypatch.delenv("TRAINER_SERVE_TOKEN", raising=False)
     assert read_tokens("", "127.0.0.1") == read_tokens("", "localhost") == read_tokens("", "::1") == []
     for host in ("0.0.0.0", "10.1.2.3", "example.org"):
-        with pytest.raises(ValueError, match="others can reach it, so requests must have a token: give token_file"):
+        with pytest.raises(ValueError, match="others can reach it, so requests must have a token: set token_file"):
             read_tokens("", host)
     monkeypatch.setenv("TRAINER_SERVE_TOKEN", "from-the-environment")
     assert read_tokens("", "0.0.0.0") == ["from-the-environment"]
     file = tmp_path / "tokens"
-    for text, said in (("\n", "no token in it"), ("short\n", "8 or more"), ("a token with\tspace", "visible")):
+    for text, said in (("\n", "contains no tokens"), ("short\n", "8 or more"), ("a token with\tspace", "visible")):
         file.write_text(text)
         with pytest.raises(ValueError, match=said):
             read_tokens(str(file), "127.0.0.1")
@@ -182,4 +182,4 @@ def test_a_page_of_another_site_does_not_reach_a_server_without_tokens():
     access = Access([])
     assert {access.owner(None, host) for host in ("127.0.0.1:8000", "localhost", "[::1]:80", "127.0.0.2:1")} == {""}
     for host in ("example.org", "example.org:8000", "10.0.0.1", "", None, "localhost.example.org"):
-        assert "answers to localhost" in refused(lambda host=host: access.owner(None, host))["message"]
+        assert "accepts only the hosts localhost" in refused(lambda host=host: access.owner(None, host))["message"]

@@ -1,4 +1,4 @@
-"""A server over a tiny model of bytes: its answers are those of the scheduler, its limits hold, and slots come back."""
+"""A server over a tiny byte model: its answers equal the scheduler's, its limits hold, and slots are freed."""
 
 import contextlib
 import http.client
@@ -22,14 +22,14 @@ GREEDY = {"temperature": 0, "return_token_ids": True}
 
 @pytest.fixture(scope="module")
 def made():
-    """An engine, its parameters and the address of a server."""
+    """Yields an engine, its parameters and the address of a server."""
     engine, params = tiny_engine()
     with served(engine, params) as port:
         yield engine, params, port
 
 
 def events(text):
-    """Returns the objects of a stream, which must end as the API says."""
+    """Returns the objects of a stream, which must end as the API specifies."""
     *found, last, rest = text.decode().split("\n\n")
     assert (last, rest) == ("data: [DONE]", "")
     return [json.loads(line.removeprefix("data: ")) for line in found]
@@ -44,7 +44,7 @@ def refusal(port, status, path="/v1/completions", body=None, **how):
 
 
 def alone(made, prompt, limit, sampling=None, **how):
-    """Returns the tokens of a request to a scheduler without a server."""
+    """Returns the tokens that a scheduler generates for a request without a server."""
     scheduler = Scheduler(*made[:2])
     scheduler.submit(prompt, limit=limit, sampling=sampling or Sampling(0.0), **how)
     return [event.token for event in scheduler.run()]
@@ -61,7 +61,7 @@ def test_tokens_are_those_of_the_scheduler(made):
     assert answer["usage"] == {"prompt_tokens": size, "completion_tokens": 36, "total_tokens": size + 36}
     for choice, tokens in zip(answer["choices"], expected, strict=True):
         assert choice["finish_reason"] == "length"
-        assert choice["text"] == bytes(tokens).decode(errors="replace")  # it ends with no half character
+        assert choice["text"] == bytes(tokens).decode(errors="replace")  # incomplete characters are replaced
 
 
 def test_samples_have_their_own_tokens_and_seeds_repeat_them(made):
@@ -73,7 +73,7 @@ def test_samples_have_their_own_tokens_and_seeds_repeat_them(made):
     how = {"sampling": Sampling(1.5, 50), "seed": 7}
     assert rows == [alone(made, [256, *b"ab"], 8, sample=i, **how) for i in range(3)]
     twice = complete(made[2], **drawn, prompt=["ab", "ab"])["choices"]
-    assert [choice["token_ids"] for choice in twice] == rows * 2  # a seed is one of each prompt
+    assert [choice["token_ids"] for choice in twice] == rows * 2  # the seed applies to each prompt
     others = [complete(made[2], **drawn | {"seed": None})["choices"][0]["token_ids"] for _ in range(2)]
     assert others[0] != others[1]
 
@@ -108,7 +108,7 @@ def test_a_stream_has_the_parts_of_the_whole(made, path):
 
 
 def test_log_probabilities_of_prompt_and_answer(made):
-    """Those of a prompt in chunks are those that its tokens had when they were drawn."""
+    """Prompts in chunks have the log-probabilities that their tokens had when they were drawn."""
     first = complete(made[2], prompt=[97] * 50, max_tokens=20, logprobs=3, **GREEDY)["choices"][0]
     drawn = first["logprobs"]["token_logprobs"]
     row = [97] * 50 + first["token_ids"]
@@ -118,9 +118,9 @@ def test_log_probabilities_of_prompt_and_answer(made):
         found = choice["logprobs"]
         assert len(found["tokens"]) == len(row) + limit
         assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
-        assert found["token_logprobs"][50 : len(row)] == pytest.approx(drawn, abs=1e-5)  # other shapes of products
+        assert found["token_logprobs"][50 : len(row)] == pytest.approx(drawn, abs=1e-5)  # product shapes differ
         likeliest = [max(top.values()) for top in found["top_logprobs"][50:70]]
-        assert likeliest == found["token_logprobs"][50:70]  # they were greedy
+        assert likeliest == found["token_logprobs"][50:70]  # these tokens were greedy
         assert choice["text"].startswith("a" * 50)
         assert found["text_offset"][:51] == [*range(51)]
     assert complete(made[2], **echoed, max_tokens=0)["usage"]["completion_tokens"] == 0
@@ -128,7 +128,7 @@ def test_log_probabilities_of_prompt_and_answer(made):
 
 @pytest.mark.parametrize("echo", [False, True])
 def test_places_of_tokens_are_those_in_the_text(made, echo):
-    """The first token of a prompt, which begins it, has no characters."""
+    """The BOS token of a prompt has no characters."""
     asked = {"prompt": ["aé", "b"], "echo": echo, "logprobs": 0, "max_tokens": 3, "logit_bias": {"120": 100}}
     before = [[0, 0, 1, 2], [0, 0]] if echo else [[], []]
     choices = complete(made[2], **asked)["choices"]
@@ -145,7 +145,7 @@ def test_penalties_and_biases(made):
     tokens = complete(port, max_tokens=40, **penalized, **GREEDY)["choices"][0]["token_ids"]
     assert tokens == alone(made, row, 40, asked=Asked(2.0, 2.0, 1.5, {120: 30.0}))
     assert 5 < tokens.count(120) < 20
-    # A slot that was used forgets them.
+    # A reused slot does not keep the previous request's options.
     assert complete(port, max_tokens=6, **GREEDY)["choices"][0]["token_ids"] == alone(made, row, 6)
 
 
@@ -160,7 +160,7 @@ def test_a_stop_string_ends_a_text_and_frees_its_slot(made):
     assert answer["usage"]["completion_tokens"] == first + 3
     parts = events(call(port, body={"prompt": "ab", **letters, "max_tokens": 60, "stop": stop, "stream": True})[2])
     assert "".join(part["choices"][0]["text"] for part in parts) == text[:first]
-    end = complete(port, max_tokens=60, logit_bias={"256": 100}, logprobs=0)  # a token that ends texts
+    end = complete(port, max_tokens=60, logit_bias={"256": 100}, logprobs=0)  # an end-of-text token
     assert (end["choices"][0]["text"], end["choices"][0]["finish_reason"]) == ("", "stop")
     assert end["choices"][0]["logprobs"]["tokens"] == ["<|endoftext|>"]
     wait_for(lambda: port.scheduler.free_slots == SLOTS)
@@ -169,8 +169,8 @@ def test_a_stop_string_ends_a_text_and_frees_its_slot(made):
 def test_what_is_refused(made):
     port = made[2]
     said, _ = refusal(port, 404, body={"prompt": "a", "model": "gpt"})
-    assert said == "model=gpt: there is tiny"
-    refusal(port, 404, body={"prompt": "a" * 200, "model": "gpt"})  # before the prompt is encoded
+    assert said == "model=gpt: no such model; available: tiny"
+    refusal(port, 404, body={"prompt": "a" * 200, "model": "gpt"})  # refused before the prompt is encoded
     assert "LICENSE" in refusal(port, 404, "/LICENSE", method="GET")[0]
     refusal(port, 405, method="GET")
     assert "application/json" in refusal(port, 415, body=b"prompt=a", content_type="text/plain")[0]
@@ -181,16 +181,16 @@ def test_what_is_refused(made):
     assert "257" in refusal(port, 400, body={"prompt": "a", "logit_bias": {"257": 1}})[0]
     assert "at most 6 prompts may wait" in refusal(port, 400, body={"prompt": "a", "n": 7})[0]
     said, _ = refusal(port, 400, body={"prompt": "a" * 200})
-    assert said.startswith("the prompt has 201 tokens and max_tokens is 0; a prompt has at most 127 tokens")
+    assert said.startswith("the prompt has 201 tokens and max_tokens is 0; a prompt may have at most 127 tokens")
     assert "at most 128" in refusal(port, 400, body={"prompt": "a" * 100, "max_tokens": 28})[0]
-    assert "answers to localhost" in refusal(port, 403, "/v1/models", method="GET", host="example.org")[0]
+    assert "accepts only the hosts localhost" in refusal(port, 403, "/v1/models", method="GET", host="example.org")[0]
     system = {"messages": [{"role": "user", "content": "a" * 200}]}
     assert "tokens" in refusal(port, 400, "/v1/chat/completions", system)[0]
     assert complete(port, max_tokens=1)
 
 
 def test_a_full_queue(made):
-    """429 says when to come back; those that were accepted get their answers."""
+    """The 429 answer contains a retry time; accepted requests get their answers."""
     engine, params, _ = made
     body = {"prompt": ["a"] * WAITING, "max_tokens": 20, **ENDLESS}
     answers, threads = [], []
@@ -224,11 +224,11 @@ def test_a_client_that_goes_away_frees_its_slots(made, stream, monkeypatch):
     connection.close()
     wait_for(lambda: port.scheduler.idle)
     assert port.scheduler.free_slots == SLOTS
-    assert len(turns) < 150  # all answers together take two rounds of 120 steps
+    assert len(turns) < 150  # all answers together need two rounds of 120 steps
 
 
 def test_slow_senders_are_closed(made):
-    """A head and a body must arrive in time; the others do not notice."""
+    """A request's header and body must arrive in time; other requests are not affected."""
     port = made[2]
     head = (
         b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 99\r\n"
@@ -244,7 +244,7 @@ def test_slow_senders_are_closed(made):
         with contextlib.suppress(ConnectionResetError), connection:
             ends.append(b"".join(iter(lambda connection=connection: connection.recv(10_000), b"")))
     assert time.monotonic() - begun < 60
-    (said,) = filter(None, ends)  # only what had a whole head gets an answer
+    (said,) = filter(None, ends)  # only the client that sent a complete header gets an answer
     assert said.startswith(b"HTTP/1.1 408 ")
     assert b"receive_seconds=1" in said
 
@@ -264,7 +264,7 @@ def test_a_request_that_takes_too_long(made):
 
 
 def stopped_while_answering(port, prompts):
-    """Returns the answer to a request during which the server is told to stop."""
+    """Returns the answer to a request during which the server is asked to stop."""
     slow(port)
     answers = []
     body = {"prompt": ["a"] * prompts, "max_tokens": 120, **ENDLESS}
@@ -293,7 +293,7 @@ def test_the_end_does_not_wait_longer_than_it_may(made):
     with served(engine, params, drain_seconds=0) as port:
         answer = stopped_while_answering(port, prompts=6)
         assert answer[0] == 503
-        assert b"the server ends" in answer[2]
+        assert b"the server is shutting down" in answer[2]
 
 
 def test_tokens_and_prefixes_by_token(made):
@@ -310,7 +310,7 @@ def test_tokens_and_prefixes_by_token(made):
             assert status == 200
             reused.append(port.scheduler.reused)
         assert reused == [0, 0, 60]
-        # The tokens of a cached prompt have log-probabilities, too: the prompt is computed again.
+        # The tokens of a cached prompt need log-probabilities, too, so the prompt is computed again.
         scored = {"prompt": "x" * 60, "echo": True, "logprobs": 0, "max_tokens": 0}
         status, _, text = call(port, body=scored, authorization="Bearer first-token")
         (choice,) = json.loads(text)["choices"]
@@ -345,7 +345,7 @@ def metrics(port):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_failure_of_the_engine_ends_the_server(made):
-    """Requests get an error, and the exception is not lost."""
+    """Requests receive an error, and the exception is not lost."""
     engine, params, _ = made
     with served(engine, params, fails="the engine has failed") as port:
         port.scheduler.turn = lambda: 1 / 0
@@ -362,7 +362,7 @@ def test_a_connection_is_used_again(made):
 
 
 def test_a_large_body_is_read_aside_and_ended_if_it_takes_too_long(made):
-    """Its chat template takes seconds. Other requests go on meanwhile."""
+    """Its chat template takes seconds, while other requests are served."""
     loops = "{% for i in range(99999) %}{% if ('a' * 3000) | title %}{% endif %}{% endfor %}"
     template = f"{{{{ messages[0].content }}}}{{% if messages[0].content == 'Hi' %}}{loops}{{% endif %}}"
     padding, keys = " " * LARGE, {"max_body_bytes": 2 * HUGE, "chat_template": template}
@@ -387,11 +387,11 @@ def test_a_large_body_is_read_aside_and_ended_if_it_takes_too_long(made):
 
 
 def test_a_client_that_sends_too_much_reads_why(made):
-    """Also where it is still sending when that is known."""
+    """Even if the client is still sending when the server refuses the request."""
     with served(*made[:2]) as port:
         status, _, said = call(port, body=b"[" * (4 << 20))
         assert (status, str(BODY) in said.decode()) == (413, True)
-        status, _, _ = call(port, body=iter([b"[" * (1 << 20)] * 4))  # in chunks
+        status, _, _ = call(port, body=iter([b"[" * (1 << 20)] * 4))  # chunked transfer encoding
         assert status == 413
         with socket.create_connection(("127.0.0.1", int(port))) as client:
             head = f"host: localhost\r\ncontent-type: application/json\r\ncontent-length: {1 << 20}\r\n"

@@ -1,4 +1,4 @@
-"""Texts of tokens: stop strings across tokens, whole characters, names and places of tokens."""
+"""Texts of tokens: stop strings across tokens, complete characters, token names and offsets."""
 
 import random
 
@@ -13,7 +13,7 @@ from trainer.serving.texts import Names, Text
 
 
 def streamed(text, stop, end="length", prompt=()):
-    """Returns the parts of `text`, a token for each byte, and its tokens."""
+    """Returns the parts of the streamed `text`, with one token per byte, and its tokens."""
     made, parts, tokens = Text(ByteTokenizer(), prompt, stop), [], []
     data = text if isinstance(text, bytes) else text.encode()
     for i, byte in enumerate(data):
@@ -41,7 +41,7 @@ def test_a_stop_string_is_not_sent(text, stop, expected):
     assert "".join(parts) == expected
     assert made.stopped == (expected != text)
     assert len(tokens) == len(expected.encode())
-    for i in range(len(parts)):  # nothing that was sent is taken back
+    for i in range(len(parts)):  # no text that was sent is retracted
         assert expected.startswith("".join(parts[:i]))
 
 
@@ -51,7 +51,7 @@ def test_random_stop_strings():
         text = "".join(rng.choices("ab", k=rng.randint(1, 14)))
         stop = ["".join(rng.choices("ab", k=rng.randint(1, 5))) for _ in range(rng.randint(1, 3))]
         first = min((text.find(one) for one in stop if one in text), default=len(text))
-        # Text ends with the token that completes a stop string; another may begin before it.
+        # The text ends with the token that completes a stop string; another stop string may begin earlier.
         done = min((text.find(one) + len(one) for one in stop if one in text), default=len(text))
         first = min((i for one in stop if (i := text[:done].find(one)) >= 0), default=first)
         _, parts, _ = streamed(text, stop)
@@ -106,7 +106,7 @@ def bytes_and_letters():
 @pytest.mark.parametrize(
     ("tokens", "cut"),
     [
-        ([256, 0xFF, 0x41, 0x42], 0),  # a run of bytes that is not valid is replaced as a whole
+        ([256, 0xFF, 0x41, 0x42], 0),  # adjacent invalid bytes are replaced together
         ([256, 0x41, 0x42], 0),
         ([256, 0xE2, 0x82], 2),
         ([256, 0xE2, 0x82, 0xAC], 0),

@@ -22,7 +22,7 @@ RULES = {"batch": ("data",), "embed": ("data",), "vocab": ()}
 
 
 def gradients(names):
-    """Returns gradients of a product's sum of squares with respect to input and matrix, newly jitted."""
+    """Returns newly jitted gradients of a product's sum of squares with respect to input and matrix."""
     rng = np.random.default_rng(0)
     x, matrix = (rng.normal(size=shape).astype(np.float32) for shape in ((16, 8), (8, 4)))
 
@@ -44,16 +44,16 @@ def test_the_gradients_stay_and_that_of_the_matrix_comes_first():
         early, text = gradients(("embed", "vocab"))
     for a, b, c in zip(expected, off_mesh, early, strict=True):
         np.testing.assert_array_equal(b, a)
-        np.testing.assert_allclose(c, a, rtol=1e-5, atol=1e-5)  # sums over devices in another order
+        np.testing.assert_allclose(c, a, rtol=1e-5, atol=1e-5)  # sums over devices are added in another order
     assert early[1].sharding.is_equivalent_to(NamedSharding(mesh, P("data", None)), 2)
-    # The barrier takes the input gradient and the resharded weight gradient; nothing bypasses it.
+    # The input gradient and the resharded weight gradient pass through the barrier; nothing bypasses it.
     before, _, after = text.partition("optimization_barrier")
     assert before.count("sharding_constraint") == 1
     assert "sharding_constraint" not in after
 
 
 def test_inside_of_shard_mapped_it_does_nothing():
-    """Inside, each device has its own gradient: a barrier would only separate it from the sum that it is added to."""
+    """Each device there has a local gradient: a barrier would only separate it from the sum to which it is added."""
     names = (Axes(("batch", None)), Axes((None, None)))
 
     def loss(x, matrix):
@@ -80,7 +80,7 @@ def test_a_tpu_with_more_rows_than_a_matrix_gathers_it_once(monkeypatch):
             return fn(x, matrix), str(jax.make_jaxpr(fn)(x, matrix)).count("sharding_constraint[")
 
     expected, plain = program(128)
-    assert plain == 1  # not on a TPU
+    assert plain == 1  # this is not a TPU
     monkeypatch.setattr("trainer.sharding.gradients.on_tpu", lambda: True)
     assert program(64)[1] == 1  # eight rows per device
     found, count = program(128)
@@ -92,7 +92,7 @@ def test_a_tpu_with_more_rows_than_a_matrix_gathers_it_once(monkeypatch):
 
 @pytest.mark.parametrize(("rows", "gathers"), [(128, False), (136, True)])
 def test_rows_are_compared_with_all_axes_that_multiply_them(monkeypatch, rows, gathers):
-    """A matrix [2, 8, 4] has inputs of 16 entries, although the last axis of x has 8."""
+    """A matrix [2, 8, 4] has 16 input entries, although the last axis of x has 8."""
     monkeypatch.setattr("trainer.sharding.gradients.on_tpu", lambda: True)
 
     def early(x, matrix):
@@ -114,7 +114,7 @@ def test_its_names_obey_the_rules():
 @pytest.mark.rest(covered_by="the other tests of this file")
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="there is no libtpu but for Linux on x86-64")
 def test_a_tpu_with_more_rows_than_the_head_holds_the_logits_and_the_gathered_head():
-    """Without the all-gather, libtpu makes a ring of the forward product, which holds four copies of the logits."""
+    """Without the all-gather, libtpu splits the forward product into a ring, which holds four copies of the logits."""
     mesh = Mesh(np.array(devices_of(find_topology("v5e-16"))).reshape(8, 2), ("fsdp", "tensor"), (AxisType.Auto,) * 2)
     rules = {"activation_batch": ("fsdp",), "activation_length": (), "activation_embed": ("tensor",)}
     rules |= {"activation_vocab": ("tensor",), "vocab": ("tensor",), "embed": ("fsdp",)}

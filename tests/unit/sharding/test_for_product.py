@@ -46,12 +46,12 @@ def loss_and_gradients(tied, devices):
 def test_loss_and_gradients_of_few_tokens_are_those_of_one_device(tied):
     one, eight = loss_and_gradients(tied, 1), loss_and_gradients(tied, 8)
     for name, expected in one.items():
-        # Sums in another order, in float32.
+        # float32 sums are added in another order.
         np.testing.assert_allclose(eight[name], expected, atol=1e-5 * np.abs(expected).max(), err_msg=name)
 
 
 def test_the_compiler_still_needs_it():
-    """Fails with a JAX that multiplies correctly by itself: remove `for_product` then."""
+    """Fails once JAX multiplies correctly by itself; then remove `for_product`."""
     mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
     at = [NamedSharding(mesh, PartitionSpec(*it)) for it in ((("data", "fsdp"), "tensor"), ("tensor", "fsdp"))]
     x, w = (np.random.default_rng(i).normal(size=(8, 8)).astype(np.float32) for i in range(2))

@@ -70,7 +70,7 @@ def test_slices_lie_outside_of_their_devices_on_every_axis():
 
 
 class Chip:
-    """The attributes that `_by_network` reads, for devices of two slices in a shuffled list."""
+    """The attributes that `_by_network` reads. Consecutive devices alternate between two slices."""
 
     device_kind, platform = "some accelerator", "gpu"
 
@@ -88,7 +88,7 @@ def test_devices_that_know_their_slices_are_sorted_by_them():
 
 
 def test_hosts_of_gpus_that_are_only_compiled_for_are_slices():
-    """JAX gives all of them the slice 0, and a host of GPUs that runs a slice of its own."""
+    """JAX assigns slice 0 to all compile-only GPUs, but a slice per host to running GPUs."""
     absent = [Chip(number) for number in range(16)]
     for chip in absent:
         chip.process_index, chip.slice_index = chip.id // 4, 0

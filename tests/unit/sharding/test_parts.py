@@ -1,4 +1,4 @@
-"""The axes of the parts of a parameter."""
+"""The axes of a parameter's parts."""
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ def test_a_part_keeps_the_axes_that_it_has(shape, expected):
         ((2, 4, 2, 4), KERNEL),
         ((2, 4, 3, 1), ("layers", "exp", "embed", None)),
         ((2, 1, 2, 8), ("layers", None, "embed", "mlp")),
-        ((2, 4, 6, 3), ("layers", "exp", "embed", None)),  # tiles of 3, 3 and 2: devices share one
+        ((2, 4, 6, 3), ("layers", "exp", "embed", None)),  # tiles of 3, 3 and 2 entries: two devices share a tile
     ],
 )
 def test_a_part_with_an_entry_for_each_tile_keeps_the_axes_that_it_divides_evenly(shape, expected):
@@ -59,7 +59,7 @@ def mesh_of(devices):
 
 @pytest.mark.parametrize(("tiles", "spec"), [(3, None), (4, "tensor"), (6, "tensor"), (12, "tensor")])
 def test_tiles_that_the_mesh_does_not_divide_are_replicated(tiles, spec):
-    """An axis of 12 on 2 devices. Other arrays with such an axis are refused."""
+    """An axis of 12 on 2 devices. Ordinary arrays whose axis the mesh does not divide are refused."""
     names = axes_of_parts(Axes(("mlp",)), parts(q=(12,), scale=(tiles,)))["scale"]
     assert named_sharding(mesh_of(2), names, (tiles,), {"mlp": ("tensor",)}).spec == PartitionSpec(spec)
     with pytest.raises(UserError, match="tensor 2 by the rule of mlp does not divide 3"):
@@ -68,7 +68,7 @@ def test_tiles_that_the_mesh_does_not_divide_are_replicated(tiles, spec):
 
 @pytest.mark.parametrize(("tiles", "found"), [(1, 1), (2, 4), (3, 12), (4, 4), (6, 12), (12, 12)])
 def test_a_device_has_own_tiles(tiles, found):
-    """An axis of 12 on 4 devices, with 3 entries each. Other parts and axes keep their entries."""
+    """An axis of 12 on 4 devices, with 3 entries each. Other parts and axes remain unchanged."""
     scale = np.arange(2 * tiles, dtype=np.float32).reshape(2, tiles)
     value = {"q": np.zeros((2, 12)), "scale": scale, "of_rows": np.zeros(2)}
     with on_mesh(mesh_of(4), {"mlp": ("tensor",)}):
@@ -89,7 +89,8 @@ def test_a_stack_of_one_layer_keeps_its_name():
     assert axes_of_parts(KERNEL, parts(q=(1, 4, 6, 8), scale=(1, 4, 3, 8)))["scale"] == KERNEL
 
 
-# An axis of 6 cannot have 4 tiles, layers have none, and a part with an entry for each tile may not lack axes.
+# An axis of 6 cannot have 4 tiles, the layers axis has no tiles, and a part with an entry for each tile may not lack
+# axes.
 @pytest.mark.parametrize(
     "shape", [(2, 4, 4, 8), (1, 4, 3, 8), (2, 4, 3), (4, 6, 8), (), (2, 8, 6), (2, 4, 6, 8, 1), (2, 4, 0, 8)]
 )
@@ -99,9 +100,11 @@ def test_a_part_that_does_not_fit_is_refused(shape):
 
 
 def test_axes_of_equal_length_need_length_1():
-    """Such a part may belong to either axis: its sharding would be a guess."""
+    """Such a part may belong to either axis, so its sharding would be a guess."""
     square = Axes(("embed", "mlp"))
-    with pytest.raises(UserError, match="may lack one axis or another; give it length 1 in the axes that it lacks"):
+    with pytest.raises(
+        UserError, match="may lack either of two equally long axes; give it length 1 in the axes that it lacks"
+    ):
         axes_of_parts(square, parts(q=(8, 8), scale=(8,)))
     assert axes_of_parts(square, parts(q=(8, 8), scale=(1, 8)))["scale"] == (None, "mlp")
 

@@ -1,4 +1,4 @@
-"""Maps logical names to mesh axes, for one array."""
+"""Mapping logical names to mesh axes, for one array."""
 
 import types
 
@@ -129,8 +129,8 @@ def test_on_a_mesh_they_place_their_result_and_only_inside_of_the_context():
         ((3, 8, 8), (0, 1, 2)),  # no order needs less memory
         ((48, 96, 3, 12, 256), (0, 2, 3, 1, 4)),  # 12 rows would be padded to 16
         ((48, 3, 12, 256), (1, 2, 0, 3)),
-        ((80, 64, 4, 128), (0, 1, 2, 3)),  # there are tiles of 4 rows
-        ((36, 2048, 1, 128), (0, 2, 3, 1)),  # one axis suffices
+        ((80, 64, 4, 128), (0, 1, 2, 3)),  # tiles of 4 rows exist
+        ((36, 2048, 1, 128), (0, 2, 3, 1)),  # one axis is sufficient
         ((32, 4096, 3, 12), (2, 3, 0, 1)),
     ],
 )

@@ -1,4 +1,4 @@
-"""shard_mapped: each device's part of arrays and of NNX modules, with the same results as without a mesh."""
+"""shard_mapped on arrays and NNX modules: each device computes its part, with the same results as without a mesh."""
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ def test_each_device_sees_its_part(mesh):
 
 @pytest.mark.parametrize("over", [None, ("batch",), ("batch", "width"), ("width",), ("depth",)])
 def test_a_collective_by_a_logical_name_is_right_over_any_axes(mesh, over):
-    """If the axis is not manual, or without a mesh, the sum is over no axes. The other helpers work inside."""
+    """Without a mesh, or if the axis is not manual, the sum is over no axes. Sharding helpers work inside."""
     shapes = []
 
     def shares(x, table):
@@ -65,7 +65,7 @@ def test_a_collective_by_a_logical_name_is_right_over_any_axes(mesh, over):
     with on_mesh(mesh, RULES):
         out, gradient, out_looked_up = jax.jit(lambda *args: results(*args))(x, table)
     np.testing.assert_array_equal(out_looked_up, out)
-    np.testing.assert_allclose(out, expected, rtol=1e-6)  # a sum in another order
+    np.testing.assert_allclose(out, expected, rtol=1e-6)  # summed in another order
     np.testing.assert_allclose(gradient, expected_gradient, atol=1e-6)
     by_batch, by_width = over is None or "batch" in over, over is None or "width" in over
     axes = ("data", "fsdp") if by_batch else ()
@@ -90,7 +90,7 @@ def test_gradients_equal_those_without_a_mesh(mesh):
 
 
 class Counter(nnx.Module):
-    """A matrix, and a record of its inputs."""
+    """A matrix that records the number of calls and its largest outputs."""
 
     def __init__(self):
         kernel = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
@@ -111,7 +111,7 @@ def call(module, x):
 
 
 def names_of(module):
-    """Returns the module with the logical names of each Variable in place of the Variable."""
+    """Returns the module with each Variable replaced by its logical names."""
     return jax.tree.map(lambda v: Axes(v.out_sharding), module, is_leaf=lambda node: isinstance(node, nnx.Variable))
 
 
@@ -122,7 +122,7 @@ def through(module, x, whole: bool):
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_module_passes_through_and_its_updates_come_out(mesh, whole):
-    """In a compiled program; one operation after the other, in the test of updates below."""
+    """In a compiled program. The test of updates below runs operation by operation."""
     x = np.random.default_rng(1).normal(size=(8, 4)).astype(np.float32)
 
     def twice(module, x):
@@ -149,7 +149,7 @@ def test_a_value_that_is_not_equal_on_all_devices_is_found(mesh):
 
 
 class Seen(nnx.Module):
-    """Sums over the rows of all devices, into its own Variable or into new attributes."""
+    """Adds the sum over all devices' rows to its Variable, or to new attributes."""
 
     def __init__(self):
         self.kernel = nnx.Param(np.arange(24, dtype=np.float32).reshape(4, 6), out_sharding=("depth", "width"))
@@ -171,8 +171,10 @@ def tree_mode():
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_updates_of_variables_come_back_and_new_attributes_do_not(mesh, tree_mode, whole):
-    """The sum is over the devices of the batch, and `check` verifies that it is equal on them. The names are plain
-    `Axes`, no `nnx.StateSharding`: for the whole module, or in place of each Variable."""
+    """The sum is over the devices of the batch; `check` verifies that all have the same sum.
+
+    The names are plain `Axes`, not `nnx.StateSharding`: one for the whole module, or one in place of each Variable.
+    """
     module, x = Seen(), np.random.default_rng(2).integers(-4, 5, (8, 4)).astype(np.float32)
     expected = x @ module.kernel[...]
     with on_mesh(mesh, RULES):
@@ -189,7 +191,7 @@ def test_updates_of_variables_come_back_and_new_attributes_do_not(mesh, tree_mod
 def test_an_update_that_is_not_equal_on_all_devices_is_found(mesh, tree_mode):
     class Local(Seen):
         def __call__(self, x):
-            self.total[...] += (x @ self.kernel[...]).sum(axis=0)  # only this device's rows
+            self.total[...] += (x @ self.kernel[...]).sum(axis=0)  # only the rows of this device
             return x @ self.kernel[...]
 
     message = r"(?s)out_specs which require replication .*and not \{data,fsdp\}"
@@ -198,7 +200,7 @@ def test_an_update_that_is_not_equal_on_all_devices_is_found(mesh, tree_mode):
 
 
 def test_a_variable_in_two_places_is_refused(mesh, tree_mode):
-    """In one module or in two: each place would get its own update."""
+    """In one module or in two: each reference would get a separate update."""
 
     class Tied(nnx.Module):
         def __init__(self):

@@ -1,4 +1,4 @@
-"""The gradient of a replicated table: exact sums, and only one array of its size."""
+"""The gradient of a replicated table: exact sums, and only one array of the table's size."""
 
 import importlib.util
 
@@ -37,7 +37,7 @@ def test_each_device_sums_in_order_and_the_sums_are_the_same(monkeypatch):
     monkeypatch.setattr("trainer.sharding.lookup.on_tpu", lambda: True)
     rng = np.random.default_rng(0)
     ids = rng.integers(0, 64, (8, 32)).astype(np.int32)
-    rows = rng.integers(-9, 9, (8, 32, 8)).astype(jnp.bfloat16)  # whole numbers: any order gives the same sums
+    rows = rng.integers(-9, 9, (8, 32, 8)).astype(jnp.bfloat16)  # integers: any order has the same sums
     table = jnp.ones((64, 8))
     mesh = make_mesh(jax.devices(), 8)
     with on_mesh(mesh, RULES):
@@ -50,7 +50,7 @@ def test_each_device_sums_in_order_and_the_sums_are_the_same(monkeypatch):
 
 
 def test_the_backward_pass_is_that_of_the_forward_passs_mesh(monkeypatch):
-    """JAX traces the backward pass where it is called: outside of the mesh, or inside another one."""
+    """JAX traces the backward pass in its caller's context: outside of the mesh, or inside another mesh."""
     monkeypatch.setattr("trainer.sharding.lookup.on_tpu", lambda: True)
     table, ids, rows = jnp.ones((64, 8)), jnp.zeros((8, 32), int), jnp.ones((8, 32, 8))
     with on_mesh(make_mesh(jax.devices(), 8), RULES):
@@ -62,11 +62,11 @@ def test_the_backward_pass_is_that_of_the_forward_passs_mesh(monkeypatch):
 
 def test_only_where_devices_hold_the_whole_table(monkeypatch):
     data, both = make_mesh(jax.devices(), 8), make_mesh(jax.devices(), 4, 2)
-    assert "sort[" not in program(data)  # not on a TPU
+    assert "sort[" not in program(data)  # this is not a TPU
     monkeypatch.setattr("trainer.sharding.lookup.on_tpu", lambda: True)
     assert "sort[" in program(data)
     assert "sort[" not in program(both)  # the table is sharded
-    assert "sort[" not in program(make_mesh(jax.devices()[:1], 1))  # nothing to reduce over devices
+    assert "sort[" not in program(make_mesh(jax.devices()[:1], 1))  # no devices to reduce over
     assert "sort[" not in program(data, names=None)
     replicated = {"names": ("length", "length"), "out_names": ("batch", "length", "width")}
     assert "sort[" in program(data, **replicated)
@@ -75,14 +75,14 @@ def test_only_where_devices_hold_the_whole_table(monkeypatch):
 
 @pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 4}, {"data": 2, "fsdp": 2, "context": 2}])
 def test_devices_look_up_and_sum_their_columns_only(sizes):
-    """Otherwise the compiler reduces the whole table over all devices and, if they split rows, too, gathers it."""
+    """Otherwise the compiler reduces the whole table over all devices and, if rows are split, also all-gathers it."""
     mesh = Mesh(
         np.array(jax.devices()).reshape(*sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
     )
     length, embed = tuple(sizes)[2:], tuple(sizes)[1:]
     rules = {"batch": ("data", "fsdp"), "length": length, "embed": embed, "width": (), "vocab": ()}
     rng = np.random.default_rng(0)
-    table = rng.integers(-9, 9, (64, 8)).astype(np.float32)  # whole numbers: any order, the same sums
+    table = rng.integers(-9, 9, (64, 8)).astype(np.float32)  # integers: any order has the same sums
     ids, rows = rng.integers(0, 64, (8, 32)).astype(np.int32), rng.integers(-9, 9, (8, 32, 8)).astype(jnp.bfloat16)
     whole, split = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((("data", "fsdp"), length), (None, embed)))
     out = {"out_names": ("batch", "length", "width"), "names": TABLE}

@@ -57,9 +57,9 @@ def test_both_forms_hold_the_same_leaves_and_neither_is_taken_for_the_other(comb
     assert isinstance(tree.inner_state, TrainTree)
     assert jax.tree.structure(tree.inner_state.params) == jax.tree.structure(tree.params)
     assert_equal_bits(run.codec.pack(tree), native)
-    with pytest.raises(ValueError, match="canonical already"):
+    with pytest.raises(ValueError, match="already canonical"):
         run.codec.unpack(tree)
-    with pytest.raises(ValueError, match="native already, its inner_state is of type"):
+    with pytest.raises(ValueError, match="already native: its inner_state is of type"):
         run.codec.pack(native)
 
 

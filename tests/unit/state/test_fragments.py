@@ -23,8 +23,7 @@ def made(count, **overrides):
 
 
 def numbered(config):
-    """Returns a tree with the axes of parameters, every entry a distinct number, under the path of an optimizer
-    state."""
+    """Returns an optimizer state with a tree like the parameters, whose entries are distinct numbers."""
     numbers = iter(range(10**6))
 
     def leaf(*shape):
@@ -65,7 +64,7 @@ def test_each_parameter_is_in_one_fragment(count, family, sequential):
 
 
 def test_modules_within_others_may_be_called_as_the_stacks_are():
-    """They are not layers of the decoder: they are in a block, outside of the stacks, or in multi-token prediction."""
+    """They are not decoder layers: they are in a block, outside of the stacks, or in multi-token prediction."""
     own = {
         "decoder": {"layers": {"w": np.arange(5, dtype=np.int32)}, "shift_layers": {"w": np.arange(5, dtype=np.int32)}}
     }
@@ -96,7 +95,7 @@ def test_a_family_may_have_fewer_stacked_layers_than_layers():
     config = made(5, **TWO_KINDS | {"base_num_decoder_layers": 4})
     total = sum(stack.count for stack in stacks(config))
     assert total < 4
-    with pytest.raises(UserError, match=f"repeat {total} layers, which can be divided into at most {total + 1} "):
+    with pytest.raises(UserError, match=f"have {total} layers, which can be divided into at most {total + 1} "):
         fragments(config)
 
 

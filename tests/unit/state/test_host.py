@@ -1,5 +1,4 @@
-"""Parts of the train state in host memory. CPU devices have such a memory, so everything except the saving is
-testable."""
+"""Parts of the train state in host memory. CPU devices have this memory kind, so only the savings are untestable."""
 
 import jax
 import pytest
@@ -16,9 +15,9 @@ MESH = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "per_device_batch_
 
 
 def trained(combination, **overrides):
-    """Returns the run and the state after two steps with accumulation.
+    """Returns the run, and the state after two steps with accumulation.
 
-    Compiled without EXACT: programs that differ only by copies to another memory have the same fusions.
+    Compiled without EXACT: then programs that differ only in copies to another memory have the same fusions.
     """
     config = load(arguments(combination, gradient_accumulation_steps=2, **MESH, **overrides)).config
     run = build(config, jax.devices()[:4])

@@ -1,4 +1,4 @@
-"""Makes the tree of PartitionSpecs of a state, by names and shapes."""
+"""The tree of PartitionSpecs of a state, derived from names and shapes."""
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ def flat(specs):
         ((), (), P()),
         ((16,), (), P("model")),
         ((4, 16), (), P(None, "model")),
-        ((4, 16), ("out", "kernel"), P(None, "model")),  # a linear layer with the name out
+        ((4, 16), ("out", "kernel"), P(None, "model")),  # a linear layer named `out`
         ((100, 16), ("embedder", "embedding"), P(None, "model")),
         ((3, 4, 16), (), P(None, None, "model")),
         ((3, 3, 4, 16), ("conv", "kernel"), P(None, None, None, "model")),
@@ -71,7 +71,7 @@ class Net(nnx.Module):
 
 
 def test_biases_go_with_their_kernels():
-    """The bias of attention's output is not sharded, because the outputs of its kernel come after the heads."""
+    """The bias of attention's output is replicated, because its kernel's output axes follow the heads."""
     assert flat(state_layout(state_of(Net)))["attention/out/bias"] == P(None)
     assert flat(jax.tree.map(pick_spec, state_of(Net)))["attention/out/bias"] == P("model")
     specs = flat(state_layout(state_of(Net)))

@@ -48,7 +48,7 @@ class OwnBlock(nnx.Module):
         return x, cache
 
 
-# One of each native state. Tests of the models show that all combinations have the same axes.
+# One combination per native state. Tests of the models show that all combinations have the same axes.
 @pytest.mark.parametrize("combination", sorted({ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]}))
 def test_every_source_says_the_same(combination):
     config = tiny_config(combination, logits_via_embedding=False)
@@ -125,8 +125,7 @@ def test_arrays_alone_do_not_say_their_axes():
 
 
 def test_a_configuration_says_its_axes_on_any_devices():
-    """This also works for a configuration that does not fit this device; each of these keys does not fit a single
-    one."""
+    """Also works for a configuration that does not fit this device; none of these keys fits a single device."""
     keys = {
         "eval_interval": 5,
         "ici_fsdp_parallelism": 4,

@@ -1,5 +1,4 @@
-"""The shardings of a train state: its structure, moments sharded like their parameters, shards made on their
-devices."""
+"""The shardings of a train state: structure, moments sharded like parameters, and shards created on their devices."""
 
 import functools
 
@@ -108,8 +107,7 @@ def test_moments_lie_where_their_parameters_lie_and_scalars_everywhere(config, n
 
 
 def test_factored_moments_keep_the_axes_that_are_not_summed(config):
-    """Adafactor sums an array over each of its two longest axes. An array that is not factored has a dummy of size
-    1."""
+    """Adafactor sums over each of an array's two longest axes. Unfactored arrays have a dummy of size 1."""
     codec, state, shardings = sharded(config, OPTIMIZERS["adafactor"])
     kept = {path: tensor.axes for path, tensor in named(codec.unpack(tensors(codec.model, state)).opt_state).items()}
     specs = {path: sharding.spec for path, sharding in named(codec.unpack(shardings).opt_state).items()}
@@ -139,7 +137,7 @@ def test_of_axes_of_one_length_rows_lack_the_last_and_nothing_lacks_layers(layer
     assert found["v_col"] == ("layers", "embed")
 
 
-# The first and the last: one of each native state, because initialization takes seconds to compile.
+# The first and the last: one combination per native state, because initialization takes seconds to compile.
 @pytest.mark.parametrize("combination", sorted({ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]}))
 def test_the_state_is_made_sharded_and_is_that_of_one_device(combination):
     config = tiny_config(combination, devices=8, **AXES, **MODEL)

@@ -1,4 +1,4 @@
-"""Sharded train states of a pipeline between stages and layers."""
+"""Converting sharded train states of a pipeline between layout by stage and layout by layer."""
 
 import math
 
@@ -22,7 +22,7 @@ KEYS = {
 
 
 def filled(abstract):
-    """Returns arrays with different values everywhere."""
+    """Returns arrays whose entries are all different."""
     numbers = iter(range(10**6))
 
     def one(leaf):
@@ -34,7 +34,10 @@ def filled(abstract):
 
 
 def converted(**keys):
-    """Returns a configuration, its train state, and the same by layer. Checks the way back, and the shardings."""
+    """Returns a configuration, its train state by stage, and the state by layer.
+
+    Checks the conversion back, and the shardings.
+    """
     run = build(load(arguments(ALL_COMBINATIONS[0], **KEYS | keys)).config, jax.devices())
     abstract = run.codec.unpack(run.abstract_args()[0])
     tree = filled(abstract)
@@ -44,7 +47,7 @@ def converted(**keys):
     assert jax.tree.map(np.shape, by_layer) == jax.tree.map(np.shape, wanted)
     jax.tree.map(lambda leaf, of: np.testing.assert_equal(leaf.sharding.spec, of.sharding.spec), found, wanted)
     back = in_stages(run.config, found, abstract)
-    # A device holds one leaf in both forms at most.
+    # While converting, a device holds at most one leaf in both forms.
     same = {id(leaf) for leaf in jax.tree.leaves(tree)}
     assert len(same.difference(map(id, jax.tree.leaves(found)))) > 5
     for name, leaf in by_name(found).items():
@@ -63,7 +66,7 @@ KERNEL = "params/decoder/layers/mlp/wo/kernel"
 
 
 def test_a_state_by_layer_and_back():
-    """Six layers are in the pipeline and two are not: eight, which lie on the two stages."""
+    """Six layers in the pipeline and two others: eight, which are split over the two stages."""
     factored = {"opt_type": "adafactor", "adafactor_min_dim_size_to_factor": 16}
     config, before, by_layer, specs = converted(ici_pipeline_parallelism=2, **factored, pipeline_parallel_layers=6)
     assert_equal_bits(by_layer, to_layers(stacks(config), before))
@@ -71,7 +74,7 @@ def test_a_state_by_layer_and_back():
 
 
 def test_layers_that_the_stages_do_not_divide():
-    """Another axis of the array lies on the stages, so that a device holds about as much as it does of the stages."""
+    """Another axis is sharded over the stages, so that a device holds about as much as with the layout by stage."""
     keys = {"ici_pipeline_parallelism": 4, "base_num_decoder_layers": 5, "pipeline_parallel_layers": 4}
     config, _, by_layer, specs = converted(**keys)
     assert by_name(by_layer)[KERNEL].shape == (5, 32, 16)

@@ -14,7 +14,7 @@ MESH = AbstractMesh((2, 8, 4, 1), ("data", "fsdp", "tensor", "stage"))
 
 
 def check(tolerance=0.0, **parameters):
-    """Runs `check_tolerance` on parameters that are given as name=(shape, spec)."""
+    """Runs `check_tolerance` on parameters given as name=(shape, spec)."""
     tensors, abstract, shardings = {}, {}, {}
     for name, (shape, spec) in parameters.items():
         tensors[name] = Tensor(("params", name), Axes(("x",) * len(shape)), True)
@@ -33,8 +33,7 @@ def replicated_over(**parameters):
 
 
 def test_a_dimension_counts_with_what_is_left_of_it_on_a_device():
-    """32 in 8 parts leave 4, which tensor=4 divides. 16 in 8 parts leave 2, which it does not divide, although it
-    divides 16."""
+    """32 in 8 parts is 4 per device, which tensor=4 divides; 16 in 8 parts is 2, which tensor=4 does not divide."""
     assert replicated_over(w=((32, 3), P("fsdp"))) == {"tensor"}
     assert replicated_over(w=((16, 3), P("fsdp"))) == set()
     assert replicated_over(w=((8, 3), P("fsdp"))) == set()

@@ -32,9 +32,9 @@ from trainer.state.zero1 import over_data
 
 AXES = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
 REGISTERED = [f"opt_type={choice}" for choice in schema().keys["opt_type"].choices]
-# With these keys, every optimizer keeps all state that it can keep.
+# With these keys, every optimizer keeps all optional state.
 MOMENTA = {"sgd_momentum": 0.9, "adafactor_momentum": 0.9, "adafactor_min_dim_size_to_factor": 4}
-# One of each native state.
+# One combination per native state.
 BOTH = sorted({ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]})
 
 

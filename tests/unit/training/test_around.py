@@ -1,4 +1,4 @@
-"""Features around the update, in whole steps: spikes, averages, rates of groups, parameter metrics."""
+"""Features around the update, in whole steps: spikes, averages, group learning rates, parameter metrics."""
 
 import functools
 
@@ -33,8 +33,8 @@ KEYS = {
     "use_qk_clip": True,
     "qk_clip_threshold": 0.3,
 }
-# Steps whose targets are all one token, so that the gradients of their tokens add up. The first is too early to be
-# detected; the others are consecutive.
+# Steps with spikes: all their targets are one token, so that the tokens' gradients add up. The first step is too early
+# for detection; the others are consecutive.
 PLANTED = (0, 9, 10)
 # A different program: another train state and loop, microbatches, a mesh, Zero-1, host memory.
 OTHER = {
@@ -62,7 +62,7 @@ def batch_of(run, i):
 
 
 def trained(run, state, first=0):
-    """Returns the trees before and after each step, starting with `first`, and their metrics."""
+    """Returns the trees before and after each step, starting with `first`, and the steps' metrics."""
     compiled = run.compile()
     trees, metrics = [copied(run.codec.unpack(state))], []
     for i in range(first, STEPS):
@@ -79,7 +79,7 @@ def reference():
 
 
 def simulated(metrics):
-    """Returns which steps are accepted, computed from the losses and norms that they report."""
+    """Returns which steps are accepted, computed from their reported losses and norms."""
     kept, taken = [], []
     for row in metrics:
         window, pair = np.array(kept[-INTERVAL:], np.float64), [row["loss"], row["grad_norm"]]
@@ -103,7 +103,7 @@ def test_spikes_leave_no_trace_but_the_count():
             )
         else:
             assert_equal_bits(trees[i + 1]._replace(step=0), trees[i]._replace(step=0))
-    # The schedule waits, too: the reported rate is the rate of the update.
+    # The schedule does not advance on skipped steps: the reported rate is the update's rate.
     rates = np.array([row["learning_rate"] for row in metrics])
     assert rates[8] > rates[9] == rates[10] == rates[11]
     assert [[row[f"{name}_spike"] for name in ("loss", "grad_norm")] for row in metrics[9:11]] == [[0, 1]] * 2

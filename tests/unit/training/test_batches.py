@@ -48,7 +48,7 @@ def test_tokens_move_with_all_their_fields(keys, strategy):
 
 
 def test_the_tokens_ahead_are_those_before_the_order():
-    """Token by token, by hand."""
+    """They are derived before tokens are reordered. Compared with a loop over the tokens."""
     run = made()
     batch = packed_batch(run.config, run.rows)
     found = prepared(run.objective, batch)

@@ -1,4 +1,4 @@
-"""What `build` makes of a configuration, and what it refuses for the given devices."""
+"""What `build` makes of a configuration, and which configurations it refuses for the given devices."""
 
 import re
 from types import SimpleNamespace

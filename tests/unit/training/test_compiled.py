@@ -1,4 +1,4 @@
-"""dump_hlo: XLA's text of the training step, even if the step is in the cache."""
+"""dump_hlo: XLA's text of the training step, even if the compilation cache contains the step."""
 
 import contextlib
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ STEP = {
 def test_the_dump_has_the_step_and_changes_nothing(tmp_path):
     keys = {"dump_hlo_local_dir": tmp_path / "new" / "hlo", **STEP}
     programs, said = [], []
-    for dump_hlo in (False, True):  # the second compilation would find the first one's program in the cache
+    for dump_hlo in (False, True):  # otherwise the second compilation would find the first program in the cache
         run = build(load(arguments("nnx", dump_hlo=dump_hlo, **keys)).config, jax.devices()[:2])
         programs.append(compiled_step(run, tmp_path, said.append).as_text())
     assert programs[0] == programs[1]
@@ -59,16 +59,16 @@ def test_what_a_signal_prints_holds_for_a_run_that_goes_on_too(tmp_path, monkeyp
     traced = SimpleNamespace(lower=lambda: lowered)
     run = SimpleNamespace(config=SimpleNamespace(dump_hlo=False), trace_on_leaves=lambda: traced)
     assert compiled_step(run, "runs/x", lambda line: None) == "step"
-    assert said == ["stopped while compiling; no update is lost, and the same command starts again (runs/x)"]
+    assert said == ["stopped while compiling; no update is lost; run the same command to start again (runs/x)"]
 
 
 def test_a_policy_that_saves_more_is_named_where_it_would_fit(tmp_path, monkeypatch):
-    """A CPU reports no memory, so the first test's step says nothing."""
+    """A CPU reports no memory size, so the step of the first test prints no hint."""
     monkeypatch.setattr(compiled, "reported_memory", lambda devices: 10**9)
     said = []
     compiled_step(build(load(arguments("nnx", **STEP)).config, jax.devices()[:2]), tmp_path, said.append)
     _, line = said
     assert line.startswith(
-        "remat_policy=full saves less than fits: remat_policy=minimal_with_context would take about "
+        "remat_policy=full leaves memory unused: remat_policy=minimal_with_context would take about "
     )
     assert line.endswith(" of 1.00 GB per device, and norms and activation functions are recomputed")

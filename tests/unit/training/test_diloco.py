@@ -1,4 +1,4 @@
-"""DiLoCo: what the islands learn independently, and the result of a synchronization."""
+"""DiLoCo: what islands compute independently, and the result of a synchronization."""
 
 import functools
 from contextlib import nullcontext
@@ -40,7 +40,7 @@ EVERYTHING = {
     "per_device_batch_size": 1,
     "warmup_steps_fraction": 0,
 }
-# Few of them, which compile in a third of the time.
+# A few of the features, which compile in a third of the time.
 FEW = {name: EVERYTHING[name] for name in ("parameter_metrics_period", "dropout_rate", "warmup_steps_fraction")}
 FEW |= {"opt_type": "sgd", "sgd_momentum": 0.9, "learning_rate": 0.1, "gradient_clipping_threshold": 0}
 FEATURES = {"few": FEW | {"per_device_batch_size": 2, "base_num_decoder_layers": 1}, "everything": EVERYTHING}
@@ -71,7 +71,7 @@ def steps_of(run, step, batches):
 
 
 def assert_close(left, right, rtol=2e-5):
-    """Compares leaves of equal structure, up to the rounding of their largest number."""
+    """Compares leaves with a tolerance relative to their largest entries."""
     for (path, a), (_, b) in zip(*map(jax.tree_util.tree_leaves_with_path, (left, right)), strict=True):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         np.testing.assert_allclose(a, b, atol=rtol * np.abs(b).max(initial=1e-3), rtol=0, err_msg=str(path))
@@ -92,8 +92,10 @@ def nesterov(config, params, velocity, islands):
 
 @functools.cache
 def islands_and_plain_runs(features):
-    """Runs three steps of two islands, and of two plain runs on one island's rows each. The last batch has no loss on
-    the second island."""
+    """Runs three steps of two islands, and of two plain runs with one island's rows each.
+
+    In the last batch, the second island has no loss.
+    """
     keys = FEATURES[features]
     devices = keys.get("ici_data_parallelism", 1)
     together, alone = made(2 * devices, **keys, **ISLANDS), made(devices, **keys)
@@ -164,14 +166,14 @@ SGD = {"opt_type": "sgd", "gradient_clipping_threshold": 0, "lr_schedule_type": 
 
 @functools.cache
 def data_parallel_and_diloco():
-    """Runs two plain steps with data 2, and two steps of islands that synchronize after every step."""
+    """Runs two plain steps with data=2, and two steps of islands that synchronize after every step."""
     common = SGD | {"learning_rate": 0.1, "dropout_rate": 0.1, "ici_fsdp_parallelism": 2}
     every_step = {"diloco_sync_period": 1, "diloco_outer_lr": 1, "diloco_outer_momentum": 0}
     runs = made(4, **common, ici_data_parallelism=2), made(4, **common, **ISLANDS | every_step)
     texts, found = [], []
     for run in runs:
         batches = [batch_of(run, i) for i in range(2)]
-        for batch in batches:  # each island has the same number of tokens
+        for batch in batches:  # all islands have the same number of tokens
             batch["targets_segmentation"][:] = 1
         step = run.compile()
         texts.append(step.as_text())
@@ -187,7 +189,7 @@ def test_plain_averaging_after_every_step_is_data_parallelism():
 
 
 def test_only_a_synchronization_sends_between_islands():
-    """Counts bytes: the float32 gradient of the outer parameters, and numbers for the metrics."""
+    """Counts bytes: the float32 gradient of the outer parameters, and scalars for the metrics."""
     (_, run), (_, text), _ = data_parallel_and_diloco()
     found = analyze(text, run.mesh).collectives
     across = [it for it in found if "diloco" in it.axes]
@@ -207,7 +209,7 @@ def test_only_a_synchronization_sends_between_islands():
 def test_a_step_is_finite_only_if_it_is_on_every_island():
     run = made(2, **ISLANDS | {"steps": 4}, per_device_batch_size=1)
     for finite in ([1, 1], [0, 1], [1, 0], [0, 0]):
-        # The island that is not finite may have no token with a loss: then no mean includes it.
+        # The nonfinite island may have no token with a loss; then no mean includes it.
         islands = {"finite": finite, "tokens": [5 * it for it in finite], "loss": [2.0, 3.0], "skipped": [0, 0]}
         metrics = {"islands": jax.tree.map(jnp.asarray, islands, is_leaf=lambda x: isinstance(x, list)), "outer": {}}
         row = {"step": 0, "grad_norm": 1.0, "learning_rate": 0.1} | run.computation.read(metrics, 0)
@@ -217,8 +219,7 @@ def test_a_step_is_finite_only_if_it_is_on_every_island():
 
 
 def test_one_island_is_an_outer_nesterov_around_a_plain_run():
-    """Compares with the plain run's own step, which continues from the outer parameters. The last step also
-    synchronizes."""
+    """Compares with the plain run's step from the outer parameters. The last step also synchronizes."""
     settings = SGD | {"opt_type": "lion", "steps": 5, "base_num_decoder_layers": 1}
     outer = {"diloco_sync_period": 2, "diloco_outer_lr": 0.7, "diloco_outer_momentum": 0.8}
     run, plain = made(1, **settings, **ISLANDS | outer | {"ici_diloco_parallelism": 1}), made(1, **settings)
@@ -247,7 +248,7 @@ def test_what_has_no_gradient_is_evaluated_in_every_bit():
 
 
 def test_a_synchronization_averages_what_has_no_gradient():
-    """The update adds the number of its first row. Each island has two rows."""
+    """The planted update adds the number of the batch's first row. Each island has two rows."""
     config = tiny_config("nnx", devices=2, **ISLANDS | {"diloco_sync_period": 2})
     replicated = jax.sharding.NamedSharding(
         get_mesh_from_config(config, jax.devices()[:2]), jax.sharding.PartitionSpec()

@@ -32,7 +32,7 @@ def sums_of(nats, tokens, bytes=0):
 def test_summary_by_hand():
     metrics = summarize([sums_of(6, 2, 3), sums_of(10, 6, 5)])
     assert metrics == {
-        "eval_loss": 2.0,  # 16 nats over 8 tokens, where the mean of the batches' means would be 2.33
+        "eval_loss": 2.0,  # 16 nats over 8 tokens; the mean of the batches' means would be 2.33
         "eval_perplexity": pytest.approx(7.38905609893065),
         "eval_tokens": 8,
         "eval_bits_per_byte": pytest.approx(2.885390081777927),  # 16 / ln 2 bits over 8 bytes
@@ -72,7 +72,7 @@ def test_evaluation_is_the_same_program_with_any_z_loss():
 
 
 def test_the_sums_hold_the_cross_entropy_alone():
-    """Also if the evaluated objective has other terms."""
+    """Even if the evaluated objective has other terms."""
     config, codec, step, tree = evaluation()
     here = jax.tree.map(lambda leaf: leaf.sharding, tree.params)
     objective = NextToken(codec.model.apply, z_loss_multiplier=100.0, label_smoothing=0.5)
@@ -98,7 +98,7 @@ def evaluation():
 
 
 def batches(whole, rows):
-    """Returns the rows of `whole` in batches of `rows`. The last batch is filled with rows of zeros."""
+    """Returns the rows of `whole` in batches of `rows`. Zero rows fill the last batch."""
     count = -(-ROWS // rows)
     padded = {k: np.pad(v, [(0, count * rows - ROWS)] + [(0, 0)] * (v.ndim - 1)) for k, v in whole.items()}
     return [{k: v[i * rows : (i + 1) * rows] for k, v in padded.items()} for i in range(count)]
@@ -142,7 +142,7 @@ def test_sums_do_not_depend_on_the_batch_size_or_on_padding():
 def test_the_sums_are_those_of_the_loss_bearing_tokens():
     config, codec, step, tree = evaluation()
     batch = packed_batch(config, 2)
-    batch["targets_segmentation"][:, ::3] = 0  # targets without loss, although their inputs are real
+    batch["targets_segmentation"][:, ::3] = 0  # targets without loss, although their inputs are real tokens
     params = tree.params
     inputs = [batch[name] for name in ("inputs", "inputs_position", "inputs_segmentation", "row")]
 

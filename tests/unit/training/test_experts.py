@@ -46,7 +46,7 @@ def made(combination=ALL_COMBINATIONS[0], devices=1, **overrides):
 
 @functools.cache
 def plain(**keys):
-    """A state of one device, and what a step makes of it."""
+    """Returns a state on one device, and the results of a step from it."""
     run = made(**keys)
     tree = first_tree(run)
     return tree, step_of(run, tree)
@@ -76,7 +76,7 @@ OTHERS_COVER_IT = pytest.mark.rest(covered_by="two other meshes")
     ],
 )
 def test_the_same_step_on_a_mesh_in_microbatches(ways, mesh, others):
-    """Rows have different numbers of tokens, so that a mean of means would be another loss."""
+    """Rows have different numbers of tokens, so that a mean of means would differ from the loss."""
     keys = ways | LOSSES | {"record_internal_nn_metrics": 1}
     tree, (alone, params) = plain(**keys)
     axes = {f"ici_{axis}_parallelism": size for axis, size in mesh.items()}
@@ -95,7 +95,7 @@ def test_the_same_step_on_a_mesh_in_microbatches(ways, mesh, others):
 
 
 def test_bytes_of_the_exchange(tmp_path):
-    """The formula of docs/decisions/0022: 5 exchanges in each layer, of which 3 send the weights of choices too."""
+    """The formula of docs/decisions/0022: each layer has 5 exchanges, 3 of which also send the weights of choices."""
     keys = {
         "ici_fsdp_parallelism": 2,
         "ici_expert_parallelism": 4,
@@ -110,13 +110,13 @@ def test_bytes_of_the_exchange(tmp_path):
     places = 1.5 * (ROWS // 8) * run.config.max_target_length * EXPERTS["num_experts_per_tok"]
     assert {it.size: it.count for it in sent} == {places * run.config.base_emb_dim * 4: 5 * 2, places * 4: 3 * 2}
     assert sum(it.bytes for it in sent) == 2 * places * (5 * run.config.base_emb_dim + 3) * 4 * 3 / 4
-    # The number of rounds is that of all devices which have other tokens.
+    # The number of rounds is the maximum over all devices with different tokens.
     assert any("pmax" in source for it in found if it.axes == ("fsdp", "expert") for source in it.sources)
     assert set(unknown) == {"expert_exchange/while"}
 
 
 def test_the_losses_of_a_router_without_preference():
-    """Each token then has the first experts, with equal probabilities: balance is k, log z is log(experts)."""
+    """Each token chooses the first experts, with equal probabilities: balance is k, log z is log(experts)."""
     run = made(**LOSSES)
     params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), run.model.abstract[0])
     batch = packed_batch(run.config, ROWS)
@@ -128,7 +128,7 @@ def test_the_losses_of_a_router_without_preference():
 
 
 def test_a_step_of_islands_with_modules_and_tiles_is_traced():
-    """JAX's own derivative of a grouped product is not mapped over islands (`ops.grouped`)."""
+    """JAX's derivative of a grouped product cannot be mapped over islands (see `ops.grouped`)."""
     islands = {"enable_diloco": True, "ici_diloco_parallelism": 2, "diloco_sync_period": 2}
     run = made(devices=2, **islands, **LOSSES, mtp_num_layers=1, num_vocab_tiling=2, use_qk_clip=True)
     assert "ragged_dot" in str(jax.make_jaxpr(run.step)(*run.abstract_args()))
@@ -146,7 +146,7 @@ def test_metrics_of_routers_by_hand():
     assert found[f"{LAYER}/router_entropy"].tolist() == [0.5, 1]
     assert found[f"{LAYER}/tokens_per_expert"].shape == (2, 4)
     assert router_metrics(counts, drops=False, by_layer=False).keys() == {"router_entropy", "expert_load"}
-    # Islands of DiLoCo have their own tokens.
+    # DiLoCo's islands have different tokens.
     assert _combined(f"{LAYER}/tokens_per_expert", np.ones((3, 2, 4), int), slice(None)).tolist() == [[3] * 4] * 2
     assert _combined("dropped_tokens", np.array([1, 2]), slice(None)) == 3
 
@@ -171,13 +171,14 @@ def test_muon_orthogonalizes_each_expert_and_not_the_router():
     axes = model_of(tiny_config(ALL_COMBINATIONS[0], **EXPERTS)).param_axes
     layer = dimension_numbers(axes)["decoder"]["layers"]["MoeBlock_0"]
     assert layer["gate"]["kernel"] is None
-    # Of [layers, experts, inputs, outputs].
+    # The axes are [layers, experts, inputs, outputs].
     assert all(layer[name] == ((2,), (3,)) for name in ("wi_0", "wi_1", "wo"))
 
 
 def test_parameters_and_flops_by_hand():
     dense, config = (tiny_config(ALL_COMBINATIONS[0], **keys) for keys in ({"base_num_decoder_layers": 1}, EXPERTS))
-    # An expert is as large as the MLP, so that 3 are more, and a router of 16 x 4; one more and the router compute.
+    # An expert is as large as the MLP. Three more experts and a 16 x 4 router are stored; one more expert and the
+    # router compute.
     parameters, fewer = (sum(leaf.size for leaf in jax.tree.leaves(model_of(it).abstract[0])) for it in (config, dense))
     assert parameters - fewer == 3 * (3 * 16 * 32) + 16 * 4
     assert forward_flops_per_token(config) - forward_flops_per_token(dense) == 2 * (3 * 16 * 32 + 16 * 4)
@@ -186,14 +187,17 @@ def test_parameters_and_flops_by_hand():
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"num_experts": 1, "num_experts_per_tok": 1}, "num_experts=1 .*: this family has experts, at least 2"),
+        (
+            {"num_experts": 1, "num_experts_per_tok": 1},
+            "num_experts=1 .*: this family has experts; num_experts must be at least 2",
+        ),
         ({"decoder_block": "llama2"}, "families with experts: deepseek, glm4_moe, "),
         ({"num_experts_per_tok": 5}, "a token cannot choose an expert twice"),
         ({"base_moe_mlp_dim": -1}, "the hidden width of an expert is missing"),
         ({"mlp_activations": "[gelu]"}, "an expert is gated"),
-        ({"routed_bias": True}, "routers of this family have no bias; with one: deepseek"),
+        ({"routed_bias": True}, "routers of this family have no bias; families with one: deepseek"),
         ({"ragged_buffer_factor": 0.5}, r"ragged_buffer_factor=0.5 .*allowed: a number in \[1, .* or -1"),
-        ({"routed_score_func": "sigmoid"}, "this family scores experts by a softmax; with sigmoids: deepseek"),
+        ({"routed_score_func": "sigmoid"}, "this family scores experts by a softmax; families with sigmoids: deepseek"),
     ],
 )
 def test_what_is_refused(keys, message):

@@ -1,4 +1,4 @@
-"""Messages about a step that is not finite."""
+"""The messages about a step with nonfinite values."""
 
 import math
 
@@ -48,10 +48,10 @@ def test_the_loss_and_the_gradient():
 @pytest.mark.parametrize("stop", [True, False])
 def test_the_update_alone(stop):
     assert said(LOST, stop, stop, ["params/a", "params/b"]) == (
-        "step 7: loss 2.5 and grad_norm 1.25 are finite, and the update with learning_rate 0.001 is not: params/a and "
-        "1 more arrays. Its batch is number 8 (data_shuffle_seed=0). No checkpoint holds this update. Lower "
-        "learning_rate or raise adam_eps under another run_name; load_full_state_path starts it from a checkpoint of "
-        "this run"
+        "step 7: loss 2.5 and grad_norm 1.25 are finite, but the update with learning_rate 0.001 is not: params/a and "
+        "1 more. Its batch is number 8 (data_shuffle_seed=0). No checkpoint contains this update. Lower "
+        "learning_rate or raise adam_eps under another run_name; load_full_state_path starts that run from a "
+        "checkpoint of this run"
     )
 
 

@@ -45,7 +45,7 @@ from trainer.weights.contents import contents_of
 
 SGD = {
     "base_num_decoder_layers": 1,
-    "learning_rate_schedule_steps": 3,  # so that one program serves runs of other lengths
+    "learning_rate_schedule_steps": 3,  # so that one program is valid for runs of other lengths
     "opt_type": "sgd",
     "learning_rate": 0.5,
     "gradient_clipping_threshold": 0,
@@ -59,7 +59,7 @@ ACCUMULATED = {"gradient_accumulation_steps": 2, "per_device_batch_size": 2}
 
 @dataclass(frozen=True)
 class Anchored(NextToken):
-    """The next-token loss, and the KL divergence from the initial model."""
+    """The next-token loss, plus the KL divergence from the initial model."""
 
     model: Any = None
     seed: int = 0
@@ -96,7 +96,7 @@ class Anchored(NextToken):
 
 @dataclass(frozen=True)
 class AnchoredToBeginning(Anchored):
-    """The same, with the reference that the run has anyway."""
+    """The same, with the run's first parameters as the reference."""
 
     config: Any = None
 
@@ -121,13 +121,15 @@ def made(combination="nnx", devices=1, /, **keys):
 
 @functools.cache
 def compiled(make, *args, **keys):
-    """Returns the compiled step of the run that `make` makes."""
+    """Returns the compiled step of the run that `make` builds."""
     return make(*args, **keys).compile_on_leaves()
 
 
 def trained(run, step, batches):
-    """Returns the metrics of a step on each batch, and the arrays `frozen` before the first and after the last. The
-    reference is the beginning of the run."""
+    """Returns the metrics of a step on each batch, and the arrays `frozen` before the first and after the last step.
+
+    The reference is the run's first parameters.
+    """
     frozen, rows = run.frozen.make(), []
     before = copied(frozen)
     leaves, structure = jax.tree.flatten(state_from(run, first_tree(run, before)))
@@ -159,7 +161,7 @@ def test_the_loss_has_the_divergence_from_the_beginning():
     rows = plain()[0]
     for row in rows:
         assert row["loss"] == pytest.approx(row["lm_loss"] + row["kl"])
-    assert abs(rows[0]["kl"]) < 1e-6 < min(rows[1]["kl"], rows[2]["kl"])  # 0 up to rounding
+    assert abs(rows[0]["kl"]) < 1e-6 < min(rows[1]["kl"], rows[2]["kl"])  # 0 except for rounding
 
 
 def repeated(batch, times):
@@ -168,7 +170,7 @@ def repeated(batch, times):
 
 @pytest.mark.rest(covered_by="its program; a run that resumes")
 def test_meshes_accumulation_and_islands_read_the_same_arrays():
-    """Both islands get the rows of the plain run, so before they synchronize each trains like it."""
+    """Both islands have the rows of the plain run, so before synchronization each trains like the plain run."""
     expected, reference, _ = plain()
     for devices, keys in ((4, MESH | {"per_device_batch_size": 1}), (1, ACCUMULATED), (4, ISLANDS | MESH | TWO)):
         run, step = made("nnx", devices, **keys), compiled(made, "nnx", devices, **keys)
@@ -176,7 +178,7 @@ def test_meshes_accumulation_and_islands_read_the_same_arrays():
         assert_equal_bits(before, reference)
         for row, other in zip(rows, expected, strict=False):
             losses = row.get("island_losses", row["loss"])
-            np.testing.assert_allclose(losses, other["loss"], rtol=1e-5)  # sums in another order
+            np.testing.assert_allclose(losses, other["loss"], rtol=1e-5)  # summed in another order
             np.testing.assert_allclose(row["kl"], other["kl"], rtol=1e-3, atol=1e-6)
     for leaf in jax.tree.leaves(run.frozen.abstract):
         assert "diloco" not in jax.tree.leaves(tuple(leaf.sharding.spec))
@@ -262,7 +264,7 @@ def test_router_losses_pass_it_on():
 
 @functools.cache
 def anchored(**keys):
-    """Returns a run whose reference is its beginning."""
+    """Returns a run whose reference is its first parameters."""
     return build(
         load(arguments("nnx", **SGD | keys)).config,
         jax.devices()[:1],

@@ -23,7 +23,7 @@ SIZES = {
     "ici_data_parallelism": 1,
     "ici_fsdp_parallelism": 4,
     "ici_tensor_parallelism": 2,
-    # This optimizer calls no kernel.
+    # this optimizer has no kernel
     "opt_type": "sgd",
     "gradient_clipping_threshold": 0,
 }
@@ -60,8 +60,8 @@ def kernels(lowered):
     )
 
 
-# Both platforms with a rolled and an unrolled loop, each with another combination, because all have the same program
-# (tests/integration/test_five_combinations.py).
+# Both platforms, with a loop and with unrolled layers, each with another combination, because all combinations have the
+# same program (tests/integration/test_five_combinations.py).
 CASES = [
     (ALL_COMBINATIONS[i % len(ALL_COMBINATIONS)], platform, scan_layers)
     for i, (platform, scan_layers) in enumerate(itertools.product(CALL, (True, False)))
@@ -90,7 +90,7 @@ OFFLOADED = {"remat_policy": "custom", "context": "offload"}
     ],
 )
 def test_context_spares_the_second_run_of_the_forward_kernel(kernels, platform, keys, forward_runs):
-    unrolled = 2 if "scan_layers" in keys else 1  # an unrolled loop has the kernels of both layers
+    unrolled = 2 if "scan_layers" in keys else 1  # unrolled, each of the two layers has its kernels
     found = kernels(ALL_COMBINATIONS[0], platform, **keys)
     assert found == sorted((FORWARD[platform] * forward_runs + BACKWARD[platform]) * unrolled)
 

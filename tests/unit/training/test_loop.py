@@ -26,7 +26,7 @@ from trainer.training.loop import Reports, evaluate, fit
 from trainer.training.reports import earlier_evaluations
 from trainer.training.start import Start
 
-STEP, EVALUATION = 1.0, 1000.0  # seconds on the clock below
+STEP, EVALUATION = 1.0, 1000.0  # seconds on the simulated clock below
 
 
 @functools.cache
@@ -35,8 +35,7 @@ def built():
 
 
 class Loop:
-    """Runs `fit` with a tiny configuration. Every step takes STEP seconds, every evaluation batch EVALUATION
-    seconds."""
+    """Runs `fit` with a tiny configuration. A step takes STEP seconds, and an evaluation batch EVALUATION seconds."""
 
     def __init__(self, monkeypatch, **keys):
         self.clock, self.batches, self.losses = 0.0, 0, itertools.count(5)
@@ -51,7 +50,7 @@ class Loop:
         return fit(self.run, self._step, start or Start([]), self.dataset, reports, manager, source)
 
     def _now(self):
-        self.clock += 1e-3  # so that no two readings are equal
+        self.clock += 1e-3  # so that no two clock readings are equal
         return self.clock
 
     def _step(self, leaves, batch, frozen):
@@ -140,7 +139,7 @@ def test_batches_may_come_from_a_source_that_looks_at_the_state(monkeypatch):
 
 
 class OnDevices(LoadedAhead):
-    """A source that computes on devices with values of the host, for training and for evaluation."""
+    """A source that computes on devices with host values, for training and for evaluation."""
 
     def take(self, state, interrupted):
         batch, position = super().take(state, interrupted)
@@ -161,7 +160,7 @@ def test_a_source_may_compute_on_devices(monkeypatch):
 
 @pytest.mark.parametrize("part", ["_step", "_eval_step"])
 def test_a_step_that_transfers_implicitly_fails(monkeypatch, part):
-    """A value that the step takes from the host is a mistake that would only make every step slower."""
+    """A step that reads a host value is a mistake that would otherwise only slow down every step."""
     step = getattr(Loop, part)
 
     def transferring(self, *args):
@@ -179,14 +178,19 @@ class Killed(BaseException):
 
 
 class Processes:
-    """Processes of one run that saves every 5 updates, and keeps the newest and the best checkpoint. The folder has
-    what they leave."""
+    """Successive processes of one run, which saves every 5 updates and keeps the newest and the best checkpoint.
+
+    The folder contains what the processes leave.
+    """
 
     def __init__(self, folder):
         self.folder, self.rows = folder, []
 
     def run(self, losses, terminated=False, killed=0, **keys):
-        """Evaluates to `losses`. `terminated`: by SIGTERM in the first evaluation; `killed`: in this update."""
+        """Runs one process, whose evaluations return `losses`.
+
+        `terminated`: it receives SIGTERM in the first evaluation; `killed`: the update in which it is killed.
+        """
         keys = {"steps": 10, "eval_interval": 5, "eval_steps": 1, "checkpoint_period": 5} | keys
         with pytest.MonkeyPatch.context() as patch:
             loop = Loop(patch, **keys, max_num_checkpoints_to_keep=1, keep_best_checkpoints=1)

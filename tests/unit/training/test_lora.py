@@ -1,4 +1,4 @@
-"""Training with adapters: only they change, on meshes, over microbatches, with islands; the rest of the model stays."""
+"""Training with adapters: only they change, on meshes, over microbatches, and with islands."""
 
 import functools
 
@@ -44,7 +44,7 @@ def batch_of(run):
 
 
 def steps_of(run, tree=None, count=3):
-    """Returns the canonical trees before and after `count` steps, and their losses."""
+    """Returns the canonical trees before and after `count` steps, and the losses."""
     begin, losses = first_tree(run) if tree is None else tree, []
     state, step, batch = state_from(run, begin), run.compile(), batch_of(run)
     for _ in range(count):
@@ -75,7 +75,7 @@ def test_only_adapters_change_and_have_moments():
 
 @pytest.mark.parametrize("combination", ALL_COMBINATIONS)
 def test_the_base_begins_as_without_adapters(combination):
-    """In the unpacked state of every combination, by shapes; the values, by one program."""
+    """Compares shapes in every combination's unpacked state, and values in one program."""
     keys = {"base_num_decoder_layers": 1}
     tree = made(combination=combination, **keys)
     leaves = by_name(tree.codec.unpack(tree.abstract_state).opt_state)
@@ -110,7 +110,7 @@ def test_the_base_begins_as_without_adapters(combination):
 def test_the_same_losses(how):
     begin, _, expected = on_one_device()
     _, found, losses = steps_of(made(**ALL_KINDS | SGD | how), begin)
-    np.testing.assert_allclose(losses, expected, rtol=1e-5)  # sums in another order
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)  # summed in another order
     for name, value in by_name(found.params).items():
         if not ADAPTER.search(name):
             np.testing.assert_array_equal(value, by_name(begin.params)[name])
@@ -137,7 +137,7 @@ def test_other_parameters_can_be_trained_too():
 
 
 def test_at_full_rank_it_follows_full_training():
-    """With a = 1 and plain gradient descent, the update of b is that of the matrix; that of a is of second order."""
+    """With a = 1 and gradient descent, b's update equals the matrix's; a's update is of second order."""
     keys = SGD | {
         "learning_rate": 0.02,
         "lr_schedule_type": "constant",
@@ -157,7 +157,7 @@ def test_at_full_rank_it_follows_full_training():
     _, _, found = steps_of(run, tree, count=8)
     _, _, expected = steps_of(full, begin, count=8)
     assert found[0] == expected[0]
-    drop = expected[0] - expected  # what training gains on the same batch
+    drop = expected[0] - expected  # the improvement of training on the same batch
     assert drop[-1] > 1e-4
     np.testing.assert_allclose((found[0] - found)[1:], drop[1:], rtol=0.02)
 
@@ -178,15 +178,15 @@ def test_what_cannot_be_adapted(keys, said):
 
 
 def test_a_state_and_its_base():
-    """The state of a run with adapters is loaded with a base that moved, but not with other adapters."""
+    """A state is loaded with a base that has moved, but not with other adapters."""
     paths = {"load_full_state_path": "runs/one", "load_parameters_path": "moved"}
     assert load(arguments(FIRST, **LORA | paths)).config.load_parameters_path == "moved"
-    with pytest.raises(UserError, match="both give adapters"):
+    with pytest.raises(UserError, match="both load adapters"):
         load(arguments(FIRST, **LORA | paths | {"lora_restore_path": "runs/two"}))
 
 
 def test_a_pattern_finds_parts_of_names():
-    """Patterns of MaxText name modules, without the last part of a parameter."""
+    """MaxText's patterns name modules, without the last component of a parameter's name."""
     from trainer.models.matrices import adapted_names
 
     pattern = "decoder/layers/.*(self_attention/(query|out)|mlp/(wi_0|wo))"

@@ -18,7 +18,7 @@ def test_a_model_beyond_the_memory_is_refused_with_both_figures(monkeypatch):
     config = load([*WORDS, "base_mlp_dim=2147483647"]).config
     share = 4_000_000_000 / len(jax.local_devices()[:1])
     assert memory.device_memory(devices) == share
-    with pytest.raises(UserError, match=r"take at least 19\.8 TB on each of 1 device with 4\.00 GB"):
+    with pytest.raises(UserError, match=r"need at least 19\.8 TB on each of 1 device with 4\.00 GB"):
         memory.check_memory(config, devices, share)
     memory.check_memory(config, devices, share, margin=10_000)
     memory.check_memory(config, devices, None)

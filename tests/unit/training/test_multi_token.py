@@ -1,4 +1,4 @@
-"""Multi-token prediction: its loss compared with a second implementation, its weights, its use in every combination."""
+"""Multi-token prediction: its loss, compared with a second implementation, its weights, and every combination."""
 
 import functools
 import sys
@@ -47,8 +47,10 @@ KEYS = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.3}
 
 
 def rows(config, count):
-    """Returns packed rows whose targets are the next tokens of their segments, some without loss. The last row is
-    padding."""
+    """Returns packed rows whose targets are the next tokens of their segments.
+
+    Some tokens bear no loss, and the last row is padding.
+    """
     batch = packed_batch(config, count)
     segment = batch["inputs_segmentation"]
     following = np.pad(segment[:, 1:], ((0, 0), (0, 1)))
@@ -61,20 +63,20 @@ def rows(config, count):
 
 
 def given(config, batch):
-    """Returns `batch` with what the objective derives from it."""
+    """Returns `batch` with the fields that the objective derives."""
     return MultiToken(None, config.mtp_num_layers, 1.0).prepare(batch)
 
 
 @functools.cache
 def parameters(**keys):
-    """Returns parameters on a device. They are the same for every combination and however they are computed with."""
+    """Returns random parameters on one device, the same for every combination and mesh."""
     model = model_of(tiny_config(ALL_COMBINATIONS[0], **(KEYS | keys)))
     return jax.device_put(random_params(model.abstract[0]), jax.devices()[0])
 
 
 @functools.cache
 def program(combination, *, microbatches=1, capture=(), **keys):
-    """Returns the configuration, `gradients` of a state and 8 rows, not compiled, and the initial state."""
+    """Returns the configuration, an uncompiled function `gradients` of a state and 8 rows, and the initial state."""
     config = tiny_config(combination, gradient_accumulation_steps=microbatches, **(KEYS | keys))
     model = make_model(config)
     params = parameters(**{key: value for key, value in keys.items() if key == "mtp_num_layers"})
@@ -104,7 +106,7 @@ def norm(x, scale):
 
 
 def attention(p, x, config):
-    """Computes attention of a single segment, so that no segment mask is needed."""
+    """Computes attention within a single segment, so that no segment mask is needed."""
     length, (_, heads, width) = len(x), p["query"]["kernel"].shape
     q, k, v = (np.einsum("te,ehd->thd", x, p[name]["kernel"]) for name in ("query", "key", "value"))
     angle = np.arange(length)[:, None] / config.rope_max_timescale ** (np.arange(0, width, 2) / width)
@@ -138,9 +140,9 @@ def nats(params, config, h, targets):
 
 
 def second(params, batch, config):
-    """Returns, for each depth from 0, nats and the most likely token of all tokens with a loss: {(row, t): pair}.
+    """Returns per depth, from 0, the nats and most likely token of each loss-bearing token: {(row, t): pair}.
 
-    Computed document by document, in NumPy, with the tokens and hidden states of only that document.
+    Computed document by document in NumPy, from the tokens and hidden states of that document only.
     """
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     found = [{} for _ in range(config.mtp_num_layers + 1)]
@@ -180,7 +182,7 @@ def test_the_loss_of_a_packed_batch_is_that_of_a_second_implementation():
     per_depth = second(copied(tree.params), rows(config, 8), config)
     means = [np.mean([loss for loss, _ in depth.values()]) for depth in per_depth]
     assert len({len(depth) for depth in per_depth}) == 3, "each depth should have its own number of tokens"
-    # Float32 against float64.
+    # Float32 compared with float64.
     np.testing.assert_allclose(found.means["lm_loss"], means[0], rtol=2e-6)
     np.testing.assert_allclose(found.means["mtp_loss"], 0.3 * np.mean(means[1:]), rtol=2e-6)
     np.testing.assert_allclose(found.loss, found.means["lm_loss"] + found.means["mtp_loss"], rtol=1e-6)
@@ -190,7 +192,7 @@ def test_the_loss_of_a_packed_batch_is_that_of_a_second_implementation():
 def test_the_acceptance_rate_is_that_of_a_second_implementation():
     config, _, tree = program(ALL_COMBINATIONS[0])
     params, batch, lengths = dict(tree.params), rows(config, 8), np.zeros(64, np.int32)
-    # Before training, a greedy module and a greedy model rarely agree. They do in a model with few tokens.
+    # Before training, a module's and the model's greedy tokens rarely agree. With a small vocabulary, some agree.
     table = params["token_embedder"]["embedding"]
     few = np.where(np.arange(64)[:, None] < 3, np.float32(9), np.float32(0.1))
     params["token_embedder"] = {"embedding": jax.device_put(np.asarray(table) * few, table.sharding)}
@@ -206,7 +208,7 @@ def test_the_acceptance_rate_is_that_of_a_second_implementation():
     assert found["eval_mtp_acceptance_rate"] == pytest.approx(np.mean(accepted))
     assert found["eval_loss"] == pytest.approx(
         np.mean([loss for loss, _ in main.values()]), rel=2e-6
-    )  # of the next token
+    )  # the next-token loss
 
 
 def test_terms_and_names():
@@ -234,14 +236,13 @@ def test_tiles_of_tokens_do_not_matter():
 
 
 def close(found, expected):
-    """Compares, up to sums in another order."""
+    """Compares sums that are added in different orders."""
     for (name, a), b in zip(names_of(found).items(), names_of(expected).values(), strict=True):
         assert np.abs(a - b).max() <= 2e-5 * np.abs(b).max(), name
 
 
 def test_accumulation_gives_the_same_gradients_and_terms():
-    """Also without a loop over the layers. The gradients of the modules' own parameters come only from their own
-    term."""
+    """Also with unrolled layers. The gradients of a module's parameters come only from its loss term."""
     microbatches = 4
     whole, parts = gradients(), gradients(microbatches=microbatches, scan_layers=False)
     tokens = (rows(program(ALL_COMBINATIONS[0])[0], 8)["targets_segmentation"] != 0).sum(1)
@@ -272,7 +273,7 @@ def test_a_module_without_tokens_adds_nothing():
 
 
 class Planted(llama2.Block):
-    """Sows values that a generic collector would count: hidden states of the modules' own type, and an intermediate."""
+    """Sows hidden states of the modules' type and an intermediate, which a generic collector would count."""
 
     def __call__(self, x, *args):
         x, cache = super().__call__(x, *args)
@@ -289,7 +290,7 @@ def test_what_else_a_block_sows_is_not_counted(monkeypatch):
     batch = rows(program(first)[0], 8)
 
     def lowered(combination, sown=True, **keys):
-        """Returns the text of the gradients' program, with or without sown values, and its abstract results."""
+        """Returns the lowered text of the gradients' program, with or without sown values, and its abstract results."""
         _, fn, tree = program(combination, **keys)
         made = jax.jit(lambda *args: fn(*args) if sown else fn(*args)._replace(sown={})).lower(tree, batch)
         return made.as_text(), made.out_info
@@ -303,8 +304,10 @@ def test_what_else_a_block_sows_is_not_counted(monkeypatch):
 
 @pytest.mark.parametrize("combination", ALL_COMBINATIONS)
 def test_hidden_states_are_sown_and_no_state(combination):
-    """They are not parameters, not state without gradients, and not in a train state, and a pop of Intermediate leaves
-    them. The modules run only with the tokens ahead."""
+    """They are neither parameters nor other train state, and popping Intermediate does not remove them.
+
+    The modules run only if the batch contains the tokens ahead.
+    """
     config = tiny_config(combination, **KEYS)
     model = make_model(config)
     codec = StateCodec(model, make_optimizer(config, model.param_axes))
@@ -394,7 +397,7 @@ def test_modules_that_cannot_be(word):
 
 
 def test_routers_of_modules_count_the_tokens_whose_successors_are_in_their_segment():
-    """Compares packed rows, with padding, with a count document by document."""
+    """Packed rows with padding are compared with a count document by document."""
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 8, "base_num_decoder_layers": 1}
     config = tiny_config(ALL_COMBINATIONS[0], decoder_block="mixtral", **experts, **KEYS)
     model, batch = make_model(config), given(config, packed_batch(config, 4))

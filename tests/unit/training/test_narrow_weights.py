@@ -39,7 +39,7 @@ def made(combination="nnx", devices=1, /, **keys):
 
 
 def trained(run, steps):
-    """Returns the canonical states before and after `steps` updates with one batch, and the metrics of the last."""
+    """Returns the canonical states before and after `steps` updates with one batch, and the last metrics."""
     before = first_tree(run)
     state, batch, step = state_from(run, before), placed(run, packed_batch(run.config, run.rows)), run.compile()
     for _ in range(steps):
@@ -48,7 +48,7 @@ def trained(run, steps):
 
 
 def random_tree(run, dtype="float32"):
-    """Returns a canonical state of `run` with random numbers that `dtype` can hold, and counts of 5."""
+    """Returns a canonical state of `run` with random numbers that `dtype` can represent, and counts of 5."""
     rng = np.random.default_rng(0)
 
     def one(leaf):
@@ -60,7 +60,7 @@ def random_tree(run, dtype="float32"):
 
 
 def cast(tree, dtypes):
-    """Returns `tree` on its devices, with every float in the dtype of its leaf in `dtypes`."""
+    """Casts every float of `tree`, on its devices, to the dtype of its leaf in `dtypes`."""
     return jax.tree.map(lambda leaf, to: jax.device_put(np.asarray(leaf).astype(to), leaf.sharding), tree, dtypes)
 
 
@@ -80,7 +80,7 @@ def test_only_kernels_and_tables_have_weight_dtype(combination):
 
 
 def test_scales_move_where_kernels_do_not_and_a_metric_says_so():
-    """At this rate each update is below half the spacing of bfloat16 for nearly all kernels, and for a scale of 1."""
+    """Each update is below half the bfloat16 spacing of nearly all kernels and of a scale of 1; scales are float32."""
     before, after, metrics = trained(made(learning_rate=1e-5), 3)
     for name, leaf in by_name(after.params).items():
         moved = leaf.astype(np.float32) != by_name(before.params)[name].astype(np.float32)
@@ -103,8 +103,7 @@ def test_programs_without_narrow_trained_parameters_do_not_measure_them(keys):
 
 
 def test_outer_parameters_are_float32_and_their_rounding_is_no_step_of_an_island():
-    """With a rate of nearly 0 no island moves, so the outer parameters stay where they are, between two numbers of
-    bfloat16."""
+    """With a rate of nearly 0, no island moves, so the outer parameters remain between two bfloat16 numbers."""
     run = made("nnx", 2, **ISLANDS, opt_type="sgd", learning_rate=1e-30, gradient_clipping_threshold=0)
     rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(np.float32), first_tree(run).params)
     before = first_tree(run, jax.tree.map(lambda leaf: leaf * np.float32(1 + 2**-12), rounded))
@@ -119,7 +118,7 @@ def test_outer_parameters_are_float32_and_their_rounding_is_no_step_of_an_island
 
 
 def test_lost_updates_are_below_half_the_spacing():
-    """Compared with a sum in float64 that is rounded to the nearest number; zeros are neither lost nor moved."""
+    """Compared with a float64 sum that is rounded to nearest; zero updates are neither lost nor moved."""
     rng = np.random.default_rng(0)
     params = {
         "a": rng.normal(size=(64, 32)).astype(jnp.bfloat16),
@@ -138,7 +137,7 @@ def test_lost_updates_are_below_half_the_spacing():
 
 
 def test_stochastic_rounding_is_exact_on_average_and_leaves_the_rest_alone():
-    """A number at 1/4 of the spacing goes up in 1/4 of the cases; float32, updates of 0 and infinities stay."""
+    """A sum at 1/4 of the spacing rounds up in 1/4 of the cases; float32, zero updates and infinities are unchanged."""
     config = made(weight_stochastic_rounding=True).config
     size, spacing = 40_000, 2.0**-7
     params = {
@@ -156,7 +155,7 @@ def test_stochastic_rounding_is_exact_on_average_and_leaves_the_rest_alone():
     assert np.all(up | (found["a"] == 1))
     assert abs(up.mean() - 0.25) < 0.01
     assert np.mean(later["a"] == found["a"]) < 0.8
-    assert np.mean(found["d"] == found["a"]) < 0.8  # each parameter has noise of its own
+    assert np.mean(found["d"] == found["a"]) < 0.8  # each parameter has different noise
     assert_equal_bits(found["b"], params["b"] + updates["b"])
     assert np.isinf(found["c"][0])
     assert np.isnan(found["c"][1])
@@ -180,7 +179,7 @@ def test_stochastic_rounding_moves_kernels_alike_in_both_train_states_on_a_mesh_
     ("combination", "more"), [("nnx", {}), (ALL_COMBINATIONS[-1], {}), ("nnx", {"opt_type": "adafactor"})]
 )
 def test_a_checkpoint_with_every_float_in_bfloat16_resumes_with_one_line(tmp_path, combination, more):
-    """Versions before saved norms, adapters and second moments in weight_dtype."""
+    """Older versions saved norms, adapters and second moments in weight_dtype."""
     run = made(combination, **more)
     wanted = jax.tree.map(lambda leaf: leaf.dtype, run.codec.unpack(run.abstract_state))
     narrow = jax.tree.map(lambda dtype: dtype if np.issubdtype(dtype, np.integer) else jnp.dtype("bfloat16"), wanted)
@@ -196,7 +195,7 @@ def test_a_checkpoint_with_every_float_in_bfloat16_resumes_with_one_line(tmp_pat
     assert_equal_bits(copied(found), copied(cast(tree, wanted)))
     widened, done = lines
     assert "params/decoder/decoder_norm/scale and " in widened
-    assert widened.endswith("more: saved in bfloat16, and float32 in this run: their values stay the same")
+    assert widened.endswith("more: saved in bfloat16 and converted to float32, which changes no value")
     assert done.endswith("5 of 20 updates are done")
 
 

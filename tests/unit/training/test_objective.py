@@ -1,4 +1,4 @@
-"""A user's own objective, with fields, weights and a measured term, through a whole run."""
+"""A user's objective, with its fields, weights and a measured term, through a whole run."""
 
 import functools
 from contextlib import nullcontext
@@ -30,7 +30,7 @@ from trainer.training.start import Start
 
 @dataclass(frozen=True)
 class Rewarded(NextToken):
-    """Minimizes minus the reward-weighted log-probability of each row. Its cross entropy is only measured."""
+    """Minimizes the negative reward-weighted log-probability of each row. Its cross entropy is only measured."""
 
     fields = NextToken.fields | {"reward": Field(("rows",), "float32"), "mark": Field(("rows", "length", 3), "float32")}
 
@@ -55,7 +55,7 @@ def batch_of(config, rows):
 
 @functools.cache
 def initial():
-    """Returns the first state of every run here."""
+    """Returns the first state of all runs in this file."""
     config = load(arguments("nnx", opt_type="sgd", gradient_clipping_threshold=0)).config
     return first_tree(build(config, jax.devices()[:1]))
 
@@ -104,7 +104,7 @@ def test_log_probabilities_of_targets():
 
     log_probs, expected = compiled(both, params)(params)
     expected = np.take_along_axis(np.asarray(expected), batch["targets"][..., None], -1)[..., 0]
-    np.testing.assert_allclose(log_probs.target, expected, rtol=1e-5)  # rounding of float32
+    np.testing.assert_allclose(log_probs.target, expected, rtol=1e-5)  # float32 rounding
 
 
 def following(ids):
@@ -113,8 +113,10 @@ def following(ids):
 
 @dataclass(frozen=True)
 class Preference:
-    """Minus the log-probability of preferring one text to another, from the difference of their log-probabilities. None
-    of its terms is a cross entropy, and its batches have no targets. Token 0 is padding."""
+    """The negative log-probability of preferring one text, from the difference of two texts' log-probabilities.
+
+    No term is a cross entropy, and batches have no targets. Token 0 is padding.
+    """
 
     apply: object
     captures: ClassVar = ()
@@ -187,14 +189,14 @@ def test_an_objective_without_a_cross_entropy_trains_and_evaluates():
         start = Start(state_from(run, initial()))
         source = Pairs(pairs, lambda state, run=run: jax.device_get(run.codec.unpack(state).step))
         end = fit(run, step, start, dataset, reports, source=lambda *_, source=source: nullcontext(source))
-        assert source.seen == [0, 1, 2]  # the state before each update
+        assert source.seen == [0, 1, 2]  # the states before each update
         if parts == 1:
             _, params, _, rest = run.codec.unpack(end.state)
             expected = preference(run.model, jax.device_get(params), rest, pairs)
     (found,) = evaluations
     assert found == {
         "step": 2,
-        "eval_loss": pytest.approx(np.logaddexp(0, -expected).mean(), rel=1e-5),  # rounding of float32
+        "eval_loss": pytest.approx(np.logaddexp(0, -expected).mean(), rel=1e-5),  # float32 rounding
         "eval_accuracy": pytest.approx((expected > 0).mean()),
         "eval_tokens": 2 * 3 * (15 + 8),
         "eval_time": found["eval_time"],
@@ -230,7 +232,7 @@ def test_batches_without_the_fields_of_the_objective_are_refused_before_a_step()
 
 
 def preference(model, params, rest, pairs):
-    """Returns the difference of log-probabilities for each pair, float64, from the logits of each text by itself."""
+    """Returns the float64 difference of log-probabilities of each pair, from separate logits of each text."""
 
     @jax.jit
     def forward(params, ids):

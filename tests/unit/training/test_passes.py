@@ -1,4 +1,4 @@
-"""Passes over the training data: how many a run makes, and a run of a number of them."""
+"""Passes over the training data: how many a run makes, and a run with a given number of passes."""
 
 from types import SimpleNamespace
 
@@ -13,7 +13,7 @@ from trainer.rl.prompts import open_prompts
 from trainer.train import _with_passes
 from trainer.training.passes import passes_text, steps_of
 
-TEXTS = [{"text": "x" * 32, "prompt": "x"}] * 20  # each takes a row of 32 tokens, with the token before it
+TEXTS = [{"text": "x" * 32, "prompt": "x"}] * 20  # with the preceding token, each text fills a row of 32 tokens
 GRPO = {"use_grpo": True, "reward_functions": "[m:f]", "decode_sampling_temperature": 1, "rl_num_iterations": 2}
 GRPO |= {"train_data_columns": "prompt", "batch_size": 8, "steps": 6}
 
@@ -31,7 +31,7 @@ def data(tmp_path, **keys):
         ({"steps": 8}, " (1.6 passes over 20 documents)", 15),
         ({"steps": 5}, " (1 pass over 20 documents)", 15),
         ({"steps": 5, "gradient_accumulation_steps": 12}, " (12 passes over 20 documents)", 2),
-        (GRPO, " (1.2 passes over 20 prompts)", 16),  # 8 rounds of 8 prompts, each of 2 updates
+        (GRPO, " (1.2 passes over 20 prompts)", 16),  # 8 rounds of 8 prompts, each with 2 updates
     ],
 )
 def test_steps_and_passes(tmp_path, keys, text, steps):
@@ -73,4 +73,13 @@ def test_fewer_steps_end_it_before(tmp_path):
     run, lines = SimpleNamespace(config=config), []
     given, console = SimpleNamespace(changed={"steps": "command line"}), SimpleNamespace(say=lines.append)
     assert _with_passes(given, run, opened(tmp_path / "cache", **keys), console) is run
-    assert lines == ["steps=4 end the run before num_epoch: 2 passes over 20 documents are 10 steps"]
+    assert lines == ["steps=4 ends the run before num_epoch: 2 passes over 20 documents are 10 steps"]
+
+
+def test_as_many_steps_as_the_passes_have_do_not_end_it_before(tmp_path):
+    keys = TINY | pinned("nnx") | data(tmp_path)
+    keys |= {"max_target_length": 32, "vocab_size": 300, "eval_interval": -1, "prompt": "", "num_epoch": 2, "steps": 10}
+    keys |= {"enable_checkpointing": False}
+    code, said = command(keys, "--dry-run")
+    assert code == 0, said
+    assert "steps=10: 2 passes over 20 documents (num_epoch)\n" in said

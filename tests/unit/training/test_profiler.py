@@ -1,4 +1,4 @@
-"""The steps of the loop that a profile covers. test_train.py has a profile that JAX writes."""
+"""Which steps of the loop a profile covers. test_train.py has a profile that JAX writes."""
 
 from types import SimpleNamespace
 
@@ -24,7 +24,7 @@ class Interrupted(Exception):
 
 @pytest.fixture
 def log(monkeypatch):
-    """Records events in order: steps that are dispatched and reported, and the profiler's calls."""
+    """Records events in order: dispatched and reported steps, and calls of the profiler."""
     happened = []
 
     def stop():
@@ -76,7 +76,7 @@ def test_the_device_is_idle_when_a_trace_starts_and_when_it_stops(log, tmp_path)
 
 
 def test_a_process_that_does_not_trace_waits_at_the_same_steps(log, tmp_path):
-    """Reading the islands' metrics is a program of all processes, so all must dispatch it at the same point."""
+    """All processes run the program that reads the islands' metrics, so all must dispatch it at the same step."""
     keys = {"steps": 5, "skip_first_n_steps_for_profiler": 1, "profiler_steps": 2}
     assert not profiled(log, tmp_path, traces=False, **keys)
     other = shown(log)
@@ -104,7 +104,7 @@ def test_a_trace_begins_every_few_steps(log, tmp_path):
     ]
     log.clear()
     assert len(profiled(log, tmp_path, **keys | {"profile_periodically_period": -1})) == 1
-    with pytest.raises(UserError, match="a trace would begin before the last one ends"):
+    with pytest.raises(UserError, match="a trace would begin before the previous one ends"):
         load(arguments("nnx", profiler="xplane", profile_periodically_period=4))
 
 
@@ -128,7 +128,7 @@ def test_the_time_of_a_trace_is_not_that_of_a_step(log, tmp_path, monkeypatch):
     clock = [0.0]
 
     def now():
-        clock[0] += 1e-3  # so that no two readings are equal
+        clock[0] += 1e-3  # so that no two clock readings are equal
         return clock[0]
 
     monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=now))

@@ -55,8 +55,8 @@ KEYS = {
     "per_device_batch_size": 8,
 }
 ROWS = 8
-LAYERS, HEADS, GROUP = 2, 4, 2  # heads of TINY; GROUP of them share a key
-HOT = (1, 2)  # layer, head
+LAYERS, HEADS, GROUP = 2, 4, 2  # the heads of TINY; GROUP heads share a key
+HOT = (1, 2)  # [layer, head]
 QUERY = ("decoder", "layers", "self_attention", "query", "kernel")
 KEY = ("decoder", "layers", "self_attention", "key", "kernel")
 
@@ -66,7 +66,7 @@ def at(tree, path):
 
 
 def heated(params):
-    """Returns `params` with large queries in one head of one layer, and small ones everywhere else."""
+    """Returns `params` with large queries in one head of one layer, and small queries elsewhere."""
     kernel = at(params, QUERY)
     kernel *= np.float32(0.1)
     kernel[HOT[0], :, HOT[1]] *= 200
@@ -79,7 +79,10 @@ def initial():
 
 
 def steps_of(combination, count=2, devices=1, **keys):
-    """Returns the run, its step, and host copies of trees and metrics: `count` steps on the same rows."""
+    """Runs `count` steps on the same rows.
+
+    Returns the run, its step, and host copies of trees and metrics.
+    """
     keys = KEYS | {"per_device_batch_size": ROWS / devices / keys.get("gradient_accumulation_steps", 1)} | keys
     run = build(load(arguments(combination, **keys)).config, jax.devices()[:devices])
     assert run.rows == ROWS
@@ -103,7 +106,7 @@ MAX_LOGIT = "decoder/layers/self_attention/max_logit"
 
 @functools.cache
 def sown():
-    """Returns a function from parameters to the largest logits [layers, heads] of the model."""
+    """Returns a function from parameters to the model's largest logits [layers, heads]."""
     run, _, (tree, *_), _ = trained(ALL_COMBINATIONS[0])
     objective = NextToken(run.model.apply)
     batch = packed_batch(run.config, ROWS)
@@ -120,12 +123,12 @@ def test_a_hot_head_comes_down_to_the_threshold_and_no_other_changes(combination
     before, after = (sown()(tree.params) for tree in trees[:2])
     assert before[HOT] > 4 * TAU
     assert (np.delete(before.ravel(), np.ravel_multi_index(HOT, before.shape)) < TAU).all()
-    # The clip reduced the logit that the first step measured, and the second step no longer clips.
+    # The clip reduced the logit that the first step measured, so the second step does not clip.
     np.testing.assert_allclose(metrics[0]["max_logit"], before.max(), rtol=1e-6)
     assert metrics[0]["clipped_heads"] == 1
     np.testing.assert_allclose(metrics[1]["max_logit"], TAU, rtol=1e-6)
     assert metrics[1]["max_logit"] == trees[2].opt_state.rules["qk_clip"]["max_logit"]
-    # Every other head computes the same as before, also the heads of its group, whose key was scaled.
+    # All other heads compute the same as before, including the other heads of the group that shares the scaled key.
     expected = before.copy()
     expected[HOT] = TAU
     np.testing.assert_allclose(after, expected, rtol=1e-6)
@@ -142,7 +145,7 @@ def test_a_hot_head_comes_down_to_the_threshold_and_no_other_changes(combination
     assert_equal_bits(*rest)
 
 
-# Other programs are tested in tests/integration/test_covering.py.
+# tests/integration/test_covering.py tests other programs.
 MESH = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
 
 
@@ -164,7 +167,7 @@ def test_microbatches_devices_and_loops_clip_alike(keys):
 
 
 def test_below_the_threshold_a_step_is_that_without_it():
-    """Its gradients come from the same program, and no bit of the optimizer's result changes."""
+    """The program of the gradients is the same, and no bit of the optimizer's result changes."""
     run, _, (old, *_), _ = trained("nnx")
     (rule,) = make_rules(run.config, run.model)
 
@@ -207,12 +210,12 @@ def test_between_samples_nothing_is_measured_or_clipped():
     _, _, every, of_every = trained("nnx")
     assert_equal_bits(trees[1].params, every[1].params)
     assert metrics[0]["clipped_heads"] == 1
-    for skipping in (1, 2):  # their largest logit is from step 0, which measured
+    for skipping in (1, 2):  # their largest logit is that of step 0, the last to measure
         assert metrics[skipping]["max_logit"] == metrics[0]["max_logit"] == of_every[0]["max_logit"]
         assert metrics[skipping]["clipped_heads"] == 0
         assert_equal_bits(trees[skipping + 1].params, trees[1].params)
     np.testing.assert_allclose(metrics[3]["max_logit"], TAU, rtol=1e-6)
-    assert step.as_text().count(" conditional(") == 1  # around the product, only in the forward pass
+    assert step.as_text().count(" conditional(") == 1  # the conditional around the product, only in the forward pass
 
 
 @pytest.mark.parametrize(
@@ -282,7 +285,7 @@ def test_every_heads_logits_scale_by_exactly_its_own_factor(heads, kv_heads, lea
 
 
 class Latent(nnx.Module):
-    """Attention whose heads share a rotated key, as in multi-head latent attention, so its scaling rule differs."""
+    """Attention whose heads share a rotated key, like multi-head latent attention, with another scaling rule."""
 
     NOPE, ROPE = 4, 2
 
@@ -319,7 +322,7 @@ def test_a_layer_states_its_own_rule(monkeypatch):
     step = run.step.lower(*run.abstract_args()).compile()
     batch = packed_batch(run.config, ROWS)
     state, first = step(run.init(), placed(run, batch), ())
-    # Once more, because the second layer's input depends on the first layer's weights.
+    # Step again: the second layer's input depends on the first layer's weights.
     state, _ = step(state, placed(run, batch), ())
     _, last = step(state, placed(run, batch), ())
     assert first["clipped_heads"] == LAYERS * HEADS
@@ -336,7 +339,7 @@ def refused(combination="nnx", **keys):
 def test_what_it_does_not_fit_is_refused_by_name(monkeypatch):
     both = refused(use_qk_norm=True, attn_logits_soft_cap=20)
     assert "use_qk_norm=true (command line): norms of queries and keys undo" in both
-    assert "attn_logits_soft_cap=20.0 (command line): a soft cap bounds the logits already" in both
+    assert "attn_logits_soft_cap=20.0 (command line): a soft cap already bounds the logits" in both
     frozen = refused(trainable_parameters_mask="[query]")
     assert "decoder/layers/self_attention/key/kernel: frozen by trainable_parameters_mask" in frozen
     assert "freezes the queries and keys of all layers" in refused(trainable_parameters_mask="[mlp]")
@@ -359,7 +362,7 @@ def test_what_it_does_not_fit_is_refused_by_name(monkeypatch):
         decoder_block="own:Silent"
     )
     assert "no block of decoder_block=own:Without has attention" in refused(decoder_block="own:Without")
-    assert "their norms undo a scale of the weights" in refused(decoder_block="own:Normed")
+    assert "their norms undo any scaling of the weights" in refused(decoder_block="own:Normed")
 
 
 def test_a_layer_that_states_a_rule_also_sows(monkeypatch):

@@ -1,4 +1,4 @@
-"""What a run says of its evaluations."""
+"""The warning about an evaluation without the metric that selects checkpoints."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The bias of routers: what moves it, and what does not."""
+"""The bias of routers: what changes it, and what does not."""
 
 import functools
 
@@ -61,7 +61,7 @@ def made(combination=ALL_COMBINATIONS[0], devices=1, **overrides):
 
 @functools.cache
 def plain():
-    """A run of one device, its compiled step, and its first state."""
+    """Returns a run on one device, its compiled step, and its first state."""
     run = made()
     return run, run.compile(), first_tree(run)
 
@@ -79,7 +79,7 @@ def after(run, step, tree, batch):
 def test_the_sign_is_that_of_the_mean_minus_the_load():
     count = np.array([[3, 3, 3, 3], [4, 3, 3, 3], [0, 12, 0, 0], [0, 0, 0, 0]], np.int32)
     assert direction(count).tolist() == [[0] * 4, [-1, 1, 1, 1], [1, -1, 1, 1], [0] * 4]
-    large = np.array([2**29 + 1, 2**29, 2**29], np.int32)  # float32 would take them for equal
+    large = np.array([2**29 + 1, 2**29, 2**29], np.int32)  # equal in float32
     assert direction(large).tolist() == [-1, 1, 1]
 
 
@@ -92,7 +92,7 @@ def test_a_step_moves_it_by_its_rate_and_nothing_else_knows_it():
     count = metrics[f"{LAYER}/tokens_per_expert"]
     np.testing.assert_array_equal(by_name(new.rest)[BIAS], RATE * np.sign(count.mean(-1, keepdims=True) - count))
     assert by_name(new.rest)[BIAS].any()
-    # The next step chooses with it.
+    # The next step chooses experts with the new bias.
     other = new._replace(rest=jax.tree.map(lambda leaf: leaf + np.array([9, 9, 0, 0], np.float32), new.rest))
     _, metrics = after(run, step, other, batch_of(run))
     assert not metrics[f"{LAYER}/tokens_per_expert"][0, 2:].any()

@@ -36,7 +36,7 @@ from trainer.training.batches import placed
 from trainer.training.build import build
 from trainer.training.step import make_update
 
-# Two stacks, of blocks with a buffer.
+# Two stacks of blocks with a buffer.
 KEYS = {"decoder_block": "two_kinds:family", "base_num_decoder_layers": 3}
 SQUARES = "decoder/layers/layers_0/output_square_sum"
 
@@ -73,7 +73,7 @@ def initial():
 
 @functools.cache
 def trained():
-    """Returns a run, its compiled step, and the train states, on the host, before and after each of three steps."""
+    """Returns a run, its compiled step, and host copies of the train states before and after each of three steps."""
     run = run_of(ALL_COMBINATIONS[0])
     with unoptimized():
         step = run.compile()
@@ -86,8 +86,7 @@ def trained():
 
 
 def test_a_step_updates_the_state_of_rules():
-    """Uses one combination: tests/integration/test_five_combinations.py shows that the update, with rules, is the same
-    program in all."""
+    """Only one combination: tests/integration/test_five_combinations.py shows that all have the same update program."""
     _, _, trees = trained()
     before, first, second, third = (tree.opt_state.rules for tree in trees)
     assert_equal_bits(before["average"], trees[0].params)
@@ -104,14 +103,14 @@ def test_the_state_of_rules_is_part_of_every_train_state(combination, tmp_path):
     first, step, trees = trained()
     own = combination == ALL_COMBINATIONS[0]
     run = first if own else run_of(combination)
-    # Zero-1 and the table find the parts that have the structure of the parameters.
+    # Zero-1 and the table recognize the subtrees with the parameters' structure.
     rows = {row["name"]: row for row in run.table()["tensors"]}
     for name, row in rows.items():
         if name.startswith("params/"):
             assert rows[name.replace("params/", "opt_state/rules/average/", 1)]["spec"] == row["spec"]
     assert any("data" in axes for row in rows.values() for axes in row["spec"])
 
-    # A run continues from a checkpoint like the run that wrote it.
+    # A run that resumes from a checkpoint continues like the run that wrote it.
     tree = jax.device_put(trees[2], jax.tree.map(lambda leaf: leaf.sharding, _abstract(run)))
     with CheckpointManager(tmp_path, run.config, print) as manager:
         manager.save(2, tree, Sidecar("base_config: base.yml\n", None, "", {}), {})
@@ -139,7 +138,7 @@ def test_one_select_covers_parameters_optimizer_rules_and_rest():
     tx = with_rules(optax.adam(0.1), [COUNT, AVERAGE])
     tree = TrainTree(jnp.zeros((), jnp.int32), params, compiled(tx.init, params)(params), rest)
     here, one = jax.tree.map(lambda leaf: leaf.sharding, params), jnp.ones((), jnp.int32)
-    squares = SimpleNamespace(  # compiles in almost no time
+    squares = SimpleNamespace(  # compiles quickly
         captures=(),
         weights=lambda batch: Weights({"squares": one}, one),
         sums=lambda params, *_: Sums({"squares": sum(jnp.sum(x * x) for x in jax.tree.leaves(params))}, {}, {}),
@@ -176,7 +175,7 @@ def test_a_step_measures_whenever_a_rule_that_reads_sown_values_is_due():
 
 
 def test_what_layers_sow_is_sampled_when_a_rule_is_due():
-    config = tiny_config("nnx", qk_clip_interval=2)  # a key that this step does not read
+    config = tiny_config("nnx", qk_clip_interval=2)  # this step does not read the key
     model = make_model(config)
     params, rest = jax.device_put(random_variables(model))
     here = jax.tree.map(lambda leaf: leaf.sharding, params)

@@ -1,4 +1,4 @@
-"""Distillation from saved logits: all of them give the loss of the teacher; k of them agree with a float64 formula."""
+"""Distillation from saved logits: all logits reproduce the teacher's loss, and k of them match a float64 formula."""
 
 import functools
 
@@ -26,7 +26,7 @@ INVARIANT = {"batch_invariant": True, "max_target_length": 128}
 
 
 class Rows:
-    """The rows of `packed_batch`."""
+    """A source with the rows of `packed_batch`."""
 
     size = SIZE
 
@@ -46,7 +46,7 @@ def run_of(devices=1, **keys):
 
 
 def saved(folder, k, devices=1, **keys):
-    """Returns a run with a random teacher, and the rows with its k largest logits."""
+    """Returns a run with a random teacher, and the rows with the teacher's k largest logits."""
     run = run_of(devices, save_teacher_logits=folder, teacher_logits_k=k, **keys)
     weights = jax.tree.map(
         lambda leaf, like: jax.device_put(3 * leaf, like.sharding),
@@ -70,8 +70,11 @@ def hidden_of(run):
 
 
 def loss(run, batch, params, teacher=None):
-    """Returns the sums of the run's terms for random hidden states of the student. With tiles, which have a backward
-    pass of their own, also the gradient of the minimized ones with respect to its parameters and these states."""
+    """Returns the sums of the run's loss terms for random hidden states of the student.
+
+    With tiles, which have a custom backward pass, also returns the gradient of the minimized sum with respect to the
+    parameters and these states.
+    """
     frozen = {} if teacher is None else {"frozen": teacher}
 
     def of(params, hidden, batch, frozen):
@@ -135,7 +138,7 @@ def test_k_logits_and_the_mass_of_the_others(tmp_path):
             if segment[token] and (batch["inputs"][row][before] < 60).all():
                 wanted += kl[row, token]
     assert wanted > 1
-    np.testing.assert_allclose(measured["divergence"], wanted, rtol=1e-5)  # float32
+    np.testing.assert_allclose(measured["divergence"], wanted, rtol=1e-5)  # float32 rounding
     np.testing.assert_allclose(minimized["distill_loss"], 4 * wanted, rtol=1e-5)
     assert "teacher_lm_loss" not in measured
 

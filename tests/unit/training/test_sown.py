@@ -20,7 +20,7 @@ from trainer.training.step import make_gradients
 
 
 class Minimum(SownValue):
-    """A user's own type of sown values."""
+    """A user-defined type of sown values."""
 
     combine = staticmethod(jnp.min)
 
@@ -54,7 +54,7 @@ def test_accumulated_they_are_those_of_the_whole_batch(combination, monkeypatch)
     assert set(whole["Maximum"]) == {"decoder/layers/output_max"}
     assert np.all(whole["Minimum"]["decoder/layers/output_min"] < whole["Maximum"]["decoder/layers/output_max"])
     assert "decoder/layers/output_square_sum" in whole["Total"]
-    # Sums in another order.
+    # Sums are added in another order.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), accumulated, whole)
 
 

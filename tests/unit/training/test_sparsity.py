@@ -1,4 +1,4 @@
-"""N:M weight sparsity in training: the masks, what moves them, and what follows from them."""
+"""N:M weight sparsity in training: the masks, what changes them, and their effects."""
 
 import functools
 
@@ -42,7 +42,7 @@ KEYS |= {"gradient_clipping_threshold": 0}
 LAYER = "decoder/layers"
 ATTENTION = [f"{LAYER}/self_attention/{name}" for name in ("query", "key", "value", "out")]
 OF_EXPERTS = [f"{LAYER}/MoeBlock_0/{name}" for name in ("wi_0", "wi_1", "wo")]
-# The masks by the names of their kernels.
+# The name of each kernel's mask.
 MASKS = {f"{name}/kernel": f"{name}/product/mask" for name in ATTENTION}
 MASKS |= {name: f"{name.replace('MoeBlock_0', 'MoeBlock_0/product')}/mask" for name in OF_EXPERTS}
 ROWS = 8
@@ -68,8 +68,10 @@ def compiled(combination=FIRST, **overrides):
 
 @functools.cache
 def trained(combination=FIRST, padding=(), **overrides):
-    """Returns a run, its compiled step, and its TrainTree and loss before it and after each of five steps. The steps
-    `padding` have no loss."""
+    """Returns a run, its compiled step, its TrainTree before and after each of five steps, and the losses.
+
+    The steps in `padding` have no loss.
+    """
     run, step, begin = compiled(combination, **overrides)
     state, trees, losses = state_from(run, begin), [begin], []
     for i in range(5):
@@ -80,7 +82,7 @@ def trained(combination=FIRST, padding=(), **overrides):
 
 
 def blocks_of(array, kernel):
-    """Returns [..., blocks, m, outputs] of an array with the shape of a kernel, stacked."""
+    """Reshapes an array with the shape of a stacked kernel to [..., blocks, m, outputs]."""
     grouped, two_inputs = "MoeBlock_0" in kernel, kernel.endswith("out/kernel")
     above = array.shape[: 2 if grouped else 1]
     inputs = np.prod(array.shape[len(above) : len(above) + 1 + two_inputs])
@@ -99,7 +101,7 @@ def masks_of(tree):
 
 def test_masks_are_made_from_the_updated_parameters_in_due_steps():
     trees = trained()[2]
-    assert set(by_name(trees[0].rest)) == set(MASKS.values())  # routers, table and head are dense
+    assert set(by_name(trees[0].rest)) == set(MASKS.values())  # routers, table and head stay dense
     for steps, tree in enumerate(trees):
         due = list(range(START, steps + 1, EVERY))
         for kernel, mask in masks_of(tree).items():
@@ -139,7 +141,7 @@ def test_a_masked_weight_gets_no_gradient_and_the_product_is_that_of_zeros():
 
 
 def test_a_skipped_step_leaves_the_masks():
-    """Step 4 is due and skipped; so the masks are those after step 2, until step 6."""
+    """Step 4 is due but skipped, so the masks of step 2 remain until step 6."""
     trees, skipping = trained()[2], trained(padding=(3,))[2]
     assert_equal_bits(skipping[3], trees[3])
     assert_equal_bits(skipping[4].rest, trees[2].rest)
@@ -158,8 +160,10 @@ def with_fp8(combination):
 
 @pytest.mark.parametrize("combination", ALL_COMBINATIONS)
 def test_all_combinations_are_one_program_and_no_intermediates_stay_in_the_state(combination):
-    """With fp8, a combination in which MaxText's Linen model leaked intermediates: the native state after a step has
-    the structure, shapes and dtypes of the state before it."""
+    """After a step, the native state has the same structure, shapes and dtypes as before.
+
+    Uses fp8, because MaxText's Linen model leaked intermediates with it.
+    """
     run, lowered = with_fp8(combination)
     tree = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), lowered.out_info[0])
     assert set(by_name(tree.rest)) == set(MASKS.values())
@@ -172,7 +176,7 @@ def test_all_combinations_are_one_program_and_no_intermediates_stay_in_the_state
 
 @pytest.mark.rest(covered_by="Qwix's order in products; one program with fp8_full")
 def test_fp8_takes_its_scales_from_the_weights_that_are_used():
-    """The loss is not that of a dense model, and scaling the masked weights up does not change it."""
+    """The loss differs from the dense model's, and scaling the masked weights up does not change it."""
     run, step, trees, losses = trained(combination=LAST, **FP8)
     masks, tree = masks_of(trees[3]), trees[3]
 
@@ -189,7 +193,7 @@ def test_fp8_takes_its_scales_from_the_weights_that_are_used():
 
 @pytest.mark.rest(covered_by="masks of one device; other buffers on meshes")
 def test_a_mesh_makes_the_masks_of_one_device():
-    """Masks are sharded as their kernels."""
+    """Masks are sharded like their kernels."""
     mesh = {"ici_fsdp_parallelism": 2, "ici_expert_parallelism": 2, "ici_tensor_parallelism": 2}
     _, _, trees, losses = trained()
     run = made(LAST, 8, **mesh)
@@ -201,7 +205,7 @@ def test_a_mesh_makes_the_masks_of_one_device():
         value, found = by_name(tree.params)[kernel], by_name(tree.rest)[mask]
         assert found.sharding == value.sharding, kernel
         np.testing.assert_array_equal(found, expected_mask(kernel, np.asarray(value)), kernel)
-        # Two weights may differ by less than the order of sums changes them.
+        # Summing in another order may swap the ranks of two nearly equal weights.
         assert (np.asarray(found) == masks_of(trees[START])[kernel]).mean() > 0.99
     _, metrics = step(state, batch_of(run, START), ())
     np.testing.assert_allclose(run.computation.read(metrics, START)["loss"], losses[START], rtol=1e-3)
@@ -236,7 +240,7 @@ def test_what_is_refused():
     assert "must be 1 <= n < m" in refusal(weight_sparsity_n=4)
     assert "both are needed" in refusal(weight_sparsity_m="none")
     stored = refusal(decoder_block="stored_int8:dense", trainable_parameters_mask="[scale$,embedding]")
-    assert "mlp/wi_0/kernel is stored by its product in a form of its own, which has no masks" in stored
+    assert "mlp/wi_0/kernel is stored in a format of its product that does not support masks" in stored
 
 
 def test_a_checkpoint_without_masks_is_not_exported_as_a_sparse_one():
@@ -246,7 +250,7 @@ def test_a_checkpoint_without_masks_is_not_exported_as_a_sparse_one():
 
     config = tiny_config(FIRST, **SPARSE)
     shapes = {name: leaf.shape for name, leaf in by_name(model_of(config).abstract[1]).items()}
-    with pytest.raises(UserError, match="some/folder: it has no masks of weights; leave out weight_sparsity_n and"):
+    with pytest.raises(UserError, match="some/folder: it has no weight masks; leave out weight_sparsity_n and"):
         check_masks(config, Source, shapes)
     Source.held = staticmethod(lambda config, shapes: shapes.keys())
     check_masks(config, Source, shapes)
@@ -254,7 +258,7 @@ def test_a_checkpoint_without_masks_is_not_exported_as_a_sparse_one():
 
 
 def test_the_masks_of_other_models():
-    """A family's own product gets the masked kernel; modules of multi-token prediction are dense."""
+    """A family's custom product receives the masked kernel; multi-token prediction modules are dense."""
     adapted = model_of(tiny_config(FIRST, **KEYS | {"decoder_block": "docs.guides.own_product:FAMILY"}))
     params, rest = map(by_name, adapted.abstract)
     assert set(rest) == set(MASKS.values())

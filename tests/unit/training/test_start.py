@@ -19,7 +19,7 @@ from trainer.data.dataset import open_dataset
 from trainer.training.build import build
 from trainer.training.start import start
 
-ONLY_START = {"load_full_state_path", "load_parameters_path", "reset_optimizer", "steps"}  # what reads these keys
+ONLY_START = {"load_full_state_path", "load_parameters_path", "reset_optimizer", "steps"}  # only `start` reads these
 
 
 @functools.cache
@@ -31,7 +31,7 @@ def run(**overrides):
 
 
 def native(this, seed, updates):
-    """Returns a native state with distinct contents: no two arrays are equal; schedule and step are at `updates`."""
+    """Returns a native state whose arrays all differ; schedule and step are at `updates`."""
     rng = np.random.default_rng(seed)
 
     def one(x):
@@ -47,13 +47,15 @@ def dataset_of(this):
 
 
 def position_after(this, updates):
-    """Returns the position in the data after the batch of the last of `updates`."""
+    """Returns the data position after the batch of the last of `updates`."""
     return {"identity": dataset_of(this).identity, "row": updates * this.rows}
 
 
 def save(folder, this, updates, fingerprint=None, documents=None):
-    """Writes a run's folder with one checkpoint, for `documents` if they are not the run's own. Returns the native
-    state."""
+    """Writes a run's folder with one checkpoint, for `documents` instead of the run's data if given.
+
+    Returns the native state.
+    """
     state = native(this, updates, updates)
     position = position_after(this, updates)
     if documents:
@@ -84,7 +86,7 @@ def given(tmp_path, other):
 
 
 def begin(this, folder=None, lines=None, schedule_given=False):
-    """Calls `start` in a run's folder, or without checkpoints."""
+    """Calls `start` in a run's folder, with or without checkpoints."""
     say = (lambda line: None) if lines is None else lines.append
     if folder is None:
         return start(this, dataset_of(this), None, say, schedule_given=schedule_given)
@@ -116,7 +118,7 @@ def test_its_own_newest_checkpoint(tmp_path, given):
 @pytest.mark.parametrize(
     ("before", "changes"),
     [
-        ({}, ""),  # an earlier checkpoint does not tell
+        ({}, ""),  # an earlier checkpoint has no versions
         ({"gone": "1"}, ""),
         ({"jax": "0.1"}, f"jax 0.1 -> {jax.__version__}"),
         ({"optax": optax.__version__, "jax": "0\x1b[2J"}, rf"jax 0\x1b[2J -> {jax.__version__}"),
@@ -194,7 +196,7 @@ def test_the_full_state_of_nothing(tmp_path):
 def test_a_damaged_full_state(tmp_path, given):
     given(5)
     (tmp_path / "checkpoints/5/run/data.json").write_text("{}")
-    with pytest.raises(UserError, match=r"checkpoints/5 is damaged: run/data\.json has 2 bytes of"):
+    with pytest.raises(UserError, match=r"checkpoints/5 is damaged: run/data\.json has 2 bytes instead of"):
         begin(run(load_full_state_path=str(tmp_path)))
 
 
@@ -257,7 +259,7 @@ def test_the_same_command_resumes_what_it_reset(tmp_path):
     this = run(reset_optimizer=True)
     lines = []
     begin(this, tmp_path, lines)
-    assert lines == ["reset_optimizer has no effect: no state is loaded, the optimizer is fresh"]
+    assert lines == ["reset_optimizer has no effect: no state is loaded, so the optimizer is fresh"]
     state = save(tmp_path, this, 5)
     assert_equal(this, begin(this, tmp_path, lines).state, state)
     assert lines[1:] == [

@@ -37,8 +37,10 @@ from trainer.training.step import make_gradients, make_update
 
 
 def gradients(devices=1, **overrides):
-    """Returns the gradients of an SGD step of rate 1 from the same parameters on the same 16 rows, computed from the
-    change of the parameters."""
+    """Returns gradients, computed from the parameter change of an SGD step with rate 1.
+
+    All calls use the same parameters and the same 16 rows.
+    """
     settings = {"opt_type": "sgd", "learning_rate": 1.0, "lr_schedule_type": "constant", "warmup_steps_fraction": 0}
     settings |= {"gradient_clipping_threshold": 0, "dropout_rate": 0.2, "attention_dropout_rate": 0.2}
     settings |= {"z_loss_multiplier": 0.1, "label_smoothing": 0.2}
@@ -56,7 +58,7 @@ def gradients(devices=1, **overrides):
 
 @functools.cache
 def initial():
-    """Returns the first state of all these runs."""
+    """Returns the first state of all runs in this file."""
     run = build(load(arguments("nnx", opt_type="sgd", gradient_clipping_threshold=0)).config, jax.devices()[:1])
     return first_tree(run)
 
@@ -69,20 +71,20 @@ def by_default():
 
 
 def few(params):
-    """Returns the parameters of the MLP and of the last norm, in a tree like `params`: an optimizer compiles sooner."""
+    """Returns a subtree with the MLP and last norm, for which an optimizer compiles faster."""
     decoder = params["decoder"]
     return {"decoder": {"layers": {"mlp": decoder["layers"]["mlp"]}, "decoder_norm": decoder["decoder_norm"]}}
 
 
 def first_of_few(config):
-    """Returns the optimizer of `config`, and the first state of a run that has few parameters."""
+    """Returns the optimizer of `config`, and the first state of a run with few parameters."""
     tx, params = make_optimizer(config, few(make_model(config).param_axes)), few(initial().params)
     opt_state = zeros(jax.eval_shape(tx.init, params))
     return tx, jax.device_put(TrainTree(np.int32(0), params, opt_state, {}))
 
 
 def update_of(config, tx, tree, loss):
-    """Returns the update of a step whose loss is the sum of `loss` of all parameters, so that no model is compiled."""
+    """Returns the update of a step without a model: its loss is the sum of `loss` over all parameters."""
     one = jnp.ones((), jnp.int32)
     objective = SimpleNamespace(
         captures=(),
@@ -101,7 +103,7 @@ def reference():
 @pytest.mark.rest(covered_by="microbatches and tiles", cases=("1-8", "4-1"))
 @pytest.mark.parametrize(("microbatches", "tiles"), [(4, 1), (1, 8), (2, 4)])
 def test_accumulation_gives_the_same_gradients(microbatches, tiles):
-    """Tiles of tokens give the same gradients, too."""
+    """Splitting the loss into tiles of tokens leads to the same gradients, too."""
     tokens = (packed_batch(tiny_config("nnx"), 16)["targets_segmentation"] != 0).sum(1)
     parts = [tokens[j::microbatches].sum() for j in range(microbatches)]
     assert len(set(parts)) == microbatches, "the microbatches should hold unequal numbers of real tokens"
@@ -185,7 +187,7 @@ def test_loss_terms_and_statistics():
 
 
 def test_gradients_wait_in_grad_dtype():
-    """They are rounded after the sum over microbatches, and the update gets the rounded gradients."""
+    """They are rounded after the sum over microbatches, and the update receives the rounded gradients."""
     settings = {"opt_type": "sgd", "learning_rate": 1.0, "lr_schedule_type": "constant", "warmup_steps_fraction": 0}
     settings |= {"gradient_clipping_threshold": 0, "gradient_accumulation_steps": 2, "grad_dtype": "bfloat16"}
     run = build(load(arguments("nnx", **settings)).config, jax.devices()[:1])
@@ -259,7 +261,7 @@ def test_a_step_that_is_not_finite_leaves_no_trace_but_its_count(settings, broke
     state, metrics = run.step(state, batch, ())
     assert metrics["skipped"] == 0
     before = copied(run.codec.unpack(state))
-    # One parameter that is not finite makes the loss and all gradients not finite.
+    # One nonfinite parameter makes the loss and all gradients nonfinite.
     bad_before = copied(before)
     bad_before.params["decoder"]["decoder_norm"]["scale"][0] = float(broken)
     state, metrics = run.step(state_from(run, bad_before), batch, ())
@@ -271,7 +273,7 @@ def test_a_step_that_is_not_finite_leaves_no_trace_but_its_count(settings, broke
     assert_equal_bits(after.opt_state, bad_before.opt_state)
 
 
-# Tokens that are not in a batch have moments of zero. Without epsilon, Adam computes 0 / 0 for them.
+# Tokens outside of the batch have zero moments. Without epsilon, Adam computes 0 / 0 for them.
 ZERO_BY_ZERO = {"adam_eps": 0.0, "logits_via_embedding": False, "warmup_steps_fraction": 0.0}
 OVERFLOW = {"learning_rate": 1e38, "adam_weight_decay": 100.0, "warmup_steps_fraction": 0.0}
 
@@ -295,7 +297,7 @@ def test_an_update_that_overflows_is_told():
 
 
 def test_optimizer_state_that_is_not_finite_is_told():
-    """For an optimizer whose parameters would not show it."""
+    """With an optimizer whose parameters stay finite."""
 
     def update(grads, state, params):
         return jax.tree.map(jnp.zeros_like, grads), state / 0
@@ -374,16 +376,15 @@ def test_the_gradient_of_the_head_is_reduced_early(tied):
 
 
 def test_no_remat_recomputes_no_product():
-    """Neither does the step around the loss. tests/unit/layers/test_remat.py counts the loss's products for every
-    policy."""
+    """Neither does the code around the loss. tests/unit/layers/test_remat.py counts the products for every policy."""
     run = build(load(arguments("nnx", remat_policy="none")).config, jax.devices()[:1])
-    # The loop's body has 7 projections and 2 products of attention, each with two products in the backward pass. The
-    # head has one forward and two backward.
+    # The loop body has 7 projections and 2 attention products, each with two products in the backward pass. The head
+    # has one forward and two backward products.
     assert str(jax.make_jaxpr(run.step)(*run.abstract_args())).count("dot_general") == 3 * 9 + 3
 
 
 def test_the_learning_rate_in_the_metrics_is_that_of_the_step_itself():
-    """With gradients of 1, it is the amount that SGD subtracts."""
+    """With gradients of 1, the rate is the amount that SGD subtracts."""
     config = tiny_config("nnx", opt_type="sgd", steps=8, warmup_steps_fraction=0.5, gradient_clipping_threshold=0)
     tx, tree = first_of_few(config)
     update = jax.jit(update_of(config, tx, tree, lambda leaf: leaf))

@@ -41,7 +41,7 @@ def test_one_fragment_that_is_taken_at_once_is_plain_diloco():
 
 
 def of_fragment(number, path, leaf):
-    """Returns which entries of a parameter are in a fragment, out of three fragments."""
+    """Returns a mask of a parameter's entries in fragment `number` of three."""
     if path_of(path)[:2] != ("decoder", "layers"):
         return np.full(leaf.shape, number == 0)
     mask = np.zeros(leaf.shape, bool)
@@ -60,7 +60,7 @@ def where(number, new, old):
 
 
 def simulation(config, params, velocity, islands, updates, in_flight):
-    """Returns the state after update number `updates`, in float64: (params, velocity, islands, in_flight)."""
+    """Returns the float64 state after `updates` updates: (params, velocity, islands, in_flight)."""
     lr, momentum, alpha = config.diloco_outer_lr, config.diloco_outer_momentum, config.communication_overlapping_alpha
     ended = updates == config.steps
 
@@ -88,8 +88,11 @@ def assert_close(left, right, rtol=2e-5):
 
 
 def test_fragments_that_arrive_late_against_numpy():
-    """Compares two islands with two plain runs that continue from NumPy's results. The last step is between a
-    synchronization and its arrival. An island skips its update where a fragment arrives, and where one synchronizes."""
+    """Compares two islands with two plain runs that continue from NumPy's results.
+
+    The last step is between a synchronization and its arrival. An island skips one update where a fragment arrives, and
+    one where a fragment synchronizes.
+    """
     common = SGD | {"base_num_decoder_layers": 3, "steps": 10, "per_device_batch_size": 1}
     run, plain = made(2, **common, **ISLANDS, **LATE), made(1, **common)
     config, batches = run.config, [packed_batch(run.config, run.rows, seed=i) for i in range(10)]
@@ -139,7 +142,7 @@ SENT = {"float32": ("f32", "all-reduce", 4), "bfloat16": ("u16", "all-gather", 2
 @pytest.mark.rest(covered_by="float32; rounded gradients", cases=("bfloat16", "int8"))
 @pytest.mark.parametrize("dtype", SENT)
 def test_what_a_synchronization_sends_between_islands(dtype):
-    """It sends each parameter of a device once, in the requested dtype, and nothing in other steps."""
+    """Each parameter of a device is sent once, in the requested dtype. Steps without synchronization send nothing."""
     keys = SGD | ISLANDS | LATE | {"ici_fsdp_parallelism": 2, "base_num_decoder_layers": 3}
     run = made(4, **keys, diloco_outer_grad_dtype=dtype)
     found = [it for it in analyze(run.compile().as_text(), run.mesh).collectives if "diloco" in it.axes]

@@ -1,4 +1,4 @@
-"""What a model's folder says beside its weights: read once, added to by training, written again."""
+"""A model folder's metadata beside its weights: read once, extended by training, and written again."""
 
 import contextlib
 import io
@@ -70,7 +70,7 @@ def test_another_tokenizer_keeps_what_names_no_token():
     about = base.without_tokens()
     nothing = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     assert about == About({"max_position_embeddings": 9} | nothing, {"temperature": 0.6}, {"eos_token_id": [2, 0]})
-    merged = base.under(about.trained([50], None, False))  # as in an export of a LoRA run with another tokenizer
+    merged = base.under(about.trained([50], None, False))  # as when a LoRA run with another tokenizer is exported
     assert (merged.ends, merged.fields["bos_token_id"]) == ([50], None)
     assert "eos_token_id=50 (was [2, 0])" in merged.note()
 
@@ -84,7 +84,7 @@ def test_a_damaged_file_is_named(tmp_path, generation):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder of Hugging Face with a tokenizer, and all that it can say."""
+    """Returns a Hugging Face folder with a tokenizer and all optional metadata."""
     config = config_of(decoder_block="llama2", **FAMILIES["llama2"])
     folder = tmp_path_factory.mktemp("about") / "hf"
     said = {"eos_token_id": 2, "bos_token_id": 1, "pad_token_id": None, "max_position_embeddings": 8192, "top_k": 7}
@@ -105,7 +105,7 @@ def exported(source, out, *words):
 
 
 def everything(folder):
-    """Returns what a folder says, without its weights, by file and field."""
+    """Returns a folder's metadata, without its weights, by file and field."""
     names = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
     found = {name: json.loads((folder / name).read_text()) for name in names}
     templates = [*folder.glob("*.jinja"), *folder.glob("*/*.jinja")]
@@ -124,7 +124,7 @@ def test_parameters_and_back_says_the_same(folder, tmp_path):
 
 
 def test_every_form_of_a_model_ends_at_the_same_tokens(folder, tmp_path):
-    """config.json alone says it, too."""
+    """config.json alone suffices, too."""
     config = config_of(decoder_block="llama2", **FAMILIES["llama2"])
     alone = shutil.copytree(folder, tmp_path / "alone")
     (alone / "generation_config.json").unlink()
@@ -138,7 +138,7 @@ def test_every_form_of_a_model_ends_at_the_same_tokens(folder, tmp_path):
 
 
 def begun(folder, tokenizer, own=None, **keys):
-    """Returns `about_run` of a run that begins with `folder`, and what it said."""
+    """Returns `about_run` of a run that begins with `folder`, and its messages."""
     said = []
     config = config_of(decoder_block="llama2", **FAMILIES["llama2"], **keys)
     config = type(config)({**config, "load_parameters_path": str(folder), "max_target_length": 9000})
@@ -154,7 +154,7 @@ def test_what_a_run_begins_with(folder, tmp_path):
     assert begun(folder, tokenizer, **yarn)[0].fields["max_position_embeddings"] == 8192
     about, (line,) = begun(folder, ByteTokenizer())
     assert (about.ends, about.generation["temperature"]) == ([9], 0.6)
-    assert line.startswith(f"the tokenizer is not that of {folder}: ")
+    assert line.startswith(f"the tokenizer differs from that in {folder}: ")
     about, (line,) = begun(tmp_path / "gone", tokenizer)
     assert about.ends == [tokenizer.eos, 9]
     assert "is gone" in line
@@ -176,7 +176,7 @@ def test_a_folder_that_says_there_is_no_end_stays_so(folder, tmp_path):
 
 
 def write_adapters(out, folder):
-    """Writes a folder of PEFT without a tokenizer."""
+    """Writes a PEFT folder without a tokenizer."""
     from safetensors.numpy import save_file
 
     said = json.loads((folder / "config.json").read_text())
@@ -193,5 +193,5 @@ def test_adapters_without_a_tokenizer_take_that_of_their_base(folder, tmp_path):
     write_adapters(tmp_path / "peft", folder)
     merged = exported(tmp_path / "peft", tmp_path / "merged", "format=hf")
     assert everything(merged) == everything(folder)
-    (tmp_path / "peft/generation_config.json").write_text('{"eos_token_id": 5}')  # the adapters were taught another end
+    (tmp_path / "peft/generation_config.json").write_text('{"eos_token_id": 5}')  # the adapters changed the end token
     assert open_source(str(tmp_path / "peft")).about.ends == [5]

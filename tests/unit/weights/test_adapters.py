@@ -1,4 +1,4 @@
-"""What adapters add to a matrix that is read."""
+"""How adapters are merged into a matrix when it is read."""
 
 import functools
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ SCALE = 0.5
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_they_are_added_in_float32_and_rounded_once(parts):
-    """Also to a matrix in bfloat16, whether it is read to the host or to a device."""
+    """Also for a bfloat16 matrix, read to the host or to a device."""
     rng = np.random.default_rng(0)
     a, b = rng.normal(size=(2, 6, 3)).astype(np.float32), rng.normal(size=(2, 3, 5)).astype(np.float32)
     kernel = rng.normal(size=(2, 6, 5)).astype(jnp.bfloat16)
@@ -42,7 +42,7 @@ def test_they_are_added_in_float32_and_rounded_once(parts):
 
 
 def test_under_qlora_they_are_added_to_what_the_stored_kernel_stands_for():
-    """Whether it is read to the host or to a device."""
+    """Both when the kernel is read to the host and when it is read to a device."""
     rng, at = np.random.default_rng(0), jax.sharding.SingleDeviceSharding(jax.devices()[0])
     kernel, a, b = (rng.normal(size=shape).astype(np.float32) for shape in ((6, 5), (6, 3), (3, 5)))
     store = functools.partial(Storage("int8").store, Kernel((6,), (5,), (None, None)))
@@ -67,7 +67,7 @@ def test_initial_parameters_are_drawn_with_the_seed_of_their_run():
 
 
 def test_a_base_that_is_stored_is_not_quantized_again():
-    """As where adapters of QLoRA are served over quantized weights (`with_adapters`)."""
+    """As when QLoRA adapters are served over quantized weights (`with_adapters`)."""
     stored = tiny_config(ALL_COMBINATIONS[0], checkpoint_is_quantized=True, quantization="int8")
     qlora = {"enable_lora": True, "lora_rank": 2, "lora_alpha": 4.0, "lora_weight_qtype": "int8"}
     for config, count in ((stored, 0), (tiny_config(ALL_COMBINATIONS[0]), 7)):

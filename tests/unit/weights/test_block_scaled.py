@@ -39,8 +39,7 @@ def quantized(matrix):
 
 
 def as_published(tensors):
-    """Returns the tensors of a file and the values that they represent: matrices of layers in 8 bits, others
-    unchanged."""
+    """Returns a file's tensors and the values that they represent: layer matrices in 8 bits, others unchanged."""
     stored, meant = dict(tensors), dict(tensors)
     for name, tensor in tensors.items():
         if tensor.ndim == 2 and ".layers." in name:

@@ -1,4 +1,4 @@
-"""Quantized matrices in the layout of compressed-tensors."""
+"""Writing quantized matrices in the layout of compressed-tensors."""
 
 import ml_dtypes
 import numpy as np
@@ -33,7 +33,7 @@ def random(kind, block, shape, seed=0):
 
 
 def written(path, matrices):
-    """Writes {name: (codes, scales, scheme)}, and returns the tensors as they are read."""
+    """Writes {name: (codes, scales, scheme)}, and returns the tensors read back."""
     tensors, arrays = {}, {}
     for name, (codes, scales, scheme) in matrices.items():
         tensors |= tensors_of(name, codes.shape, scheme)

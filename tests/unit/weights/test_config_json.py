@@ -35,7 +35,7 @@ def test_config_json_says_the_model(block, rope):
 
 @pytest.mark.parametrize("case", sorted(path.parent.name for path in GOLDENS.glob("*/config.json")))
 def test_every_value_of_config_json_has_the_type_that_transformers_declares(case):
-    """transformers 5 refuses others. The values are whole numbers where floats are wanted."""
+    """transformers 5 refuses other types. The planted values are integers where floats are expected."""
     neutral = {"eos_token_id": [1, 2], "bos_token_id": 1, "initializer_range": 1, "max_position_embeddings": 64}
     data = config_json(golden(case), "float32", neutral)
     declared = json.loads((GOLDENS / "declarations.json").read_text())[data["model_type"]]
@@ -46,7 +46,7 @@ def test_every_value_of_config_json_has_the_type_that_transformers_declares(case
 
 
 def golden(case):
-    """Returns the configuration of a golden."""
+    """Returns the configuration of a golden file."""
     data = json.loads((GOLDENS / case / "config.json").read_text())
     block = OF_A_GUIDE.get(case, "")
     import_facts(block)
@@ -146,7 +146,7 @@ def test_what_config_json_leaves_out_follows_from_the_rest():
     ("changes", "window"),
     [
         ({}, 0),
-        ({"use_sliding_window": True, "sliding_window": 5}, 0),  # 28 layers without a window; there are 2
+        ({"use_sliding_window": True, "sliding_window": 5}, 0),  # max_window_layers defaults to 28
         ({"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}, 5),
         ({"use_sliding_window": True, "sliding_window": 5, "layer_types": ["sliding_attention"] * 2}, 5),
     ],
@@ -164,7 +164,7 @@ def test_windows_of_qwen3(changes, window):
         ({"hidden_act": "gelu"}, "hidden_act=gelu"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type=dynamic"),
-        ({"rope_scaling": {"rope_type": "linear"}}, "without factor"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "requires factor"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "short_factor": [1]}}, "short_factor"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "attention_factor": 1.5}}, "attention_factor=1.5"),
         ({"rope_parameters": {"rope_theta": 0.5}}, "rope_theta=0.5"),
@@ -174,7 +174,7 @@ def test_windows_of_qwen3(changes, window):
             {"model_type": "gpt2"},
             "known: deepseek_v3, kimi_k2, deepseek_v2, gemma, gemma2, gemma3_text, glm4, glm, glm4_moe, glm4_moe_lite",
         ),
-        # Fields of another family, and of none.
+        # Fields of another family, and fields that no family knows.
         ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping=30.0"),
         ({"residual_multiplier": 0.5}, "residual_multiplier=0.5"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, "mlp_only_layers="),
@@ -187,7 +187,7 @@ def test_windows_of_qwen3(changes, window):
         ({"num_attention_heads": True}, "num_attention_heads=true, not an integer in"),
         ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, 'rope_scaling: factor="2", not a number in'),
         ({"model_type": ["llama"]}, "model_type="),
-        # transformers then attends to later positions, too.
+        # transformers then also attends to later positions.
         ({"is_causal": False}, "is_causal=false"),
         ({"is_causal": None}, "is_causal=null"),
         ({"model_type": "mixtral", "num_local_experts": 4, "num_experts": 8}, "num_local_experts=4 and num_experts=8"),
@@ -244,7 +244,7 @@ def test_neutral_keys_are_carried_over():
         ("llama3.1", None, 8 * 32, None),
         ("yarn", None, 4 * 64, None),
         ("yarn", 256, 256, None),
-        ("yarn", 128, 128, "max_position_embeddings=128 is not .* = 256: transformers 4 takes 2 for the factor"),
+        ("yarn", 128, 128, "max_position_embeddings=128 is not .* = 256: transformers 4 uses 2 as the factor"),
     ],
 )
 def test_the_context_length_that_is_written(rope, said, length, note):
@@ -276,12 +276,12 @@ def test_pairs_and_halves():
     assert reordered(x, 0, pairs=True) is x
 
 
-# Layout and shape of a parameter, and the shape of its tensor.
+# Layout and shape of a parameter, and shape of its tensor.
 LAYOUTS = [
     ({}, (8,), (8,)),
     ({}, (3, 4), (3, 4)),
     ({"inputs": 1}, (6, 3, 4), (12, 6)),
-    ({"inputs": 1}, (6, 12), (12, 6)),  # heads merged into one axis
+    ({"inputs": 1}, (6, 12), (12, 6)),  # all heads on one axis
     ({"inputs": 2}, (3, 4, 8), (8, 12)),
     ({"flat": True}, (12,), (12,)),  # a norm over all heads
     ({"flat": True}, (3, 4), (12,)),  # the same, or a bias
@@ -297,7 +297,7 @@ def test_a_layout_and_its_inverse(how, shape, theirs, head):
     tensor = layout.to_theirs(ours, head)
     assert tensor.shape == layout.shape(shape) == theirs
     np.testing.assert_array_equal(layout.to_ours(tensor, shape, head), ours)
-    # By hand: heads first go back to halves.
+    # An independent computation: convert heads back to halves first.
     halves = ours.copy().reshape(-1, 4)
     if head:
         halves = halves[:, [0, 2, 1, 3]]
@@ -305,7 +305,7 @@ def test_a_layout_and_its_inverse(how, shape, theirs, head):
     inputs = how.get("inputs", 0)
     by_hand = halves.reshape(np.prod(shape[:inputs], dtype=int), -1).T if inputs else halves.reshape(theirs)
     np.testing.assert_array_equal(tensor, by_hand)
-    # Any box.
+    # Any box can be read.
     for ends in itertools.product(*[[(0, n), (0, n // 2), (n // 2, n), (n - 1, n)] for n in shape]):
         box = tuple(slice(*pair) for pair in ends)
         wide = layout.widened(shape, box, head)

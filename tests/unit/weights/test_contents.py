@@ -63,7 +63,7 @@ def run(tmp_path_factory, config, params):
 
 
 def assert_norms(contents, params):
-    """Compares with a second computation: each layer of a stack by itself."""
+    """Compares with separate norms of each layer of a stack."""
     found = {tensor.name: tensor for tensor in contents.tensors if tensor.part == "params"}
     assert found.keys() == params.keys()
     for name, value in params.items():
@@ -109,7 +109,7 @@ def test_islands(tmp_path, config, params, capsys):
     outer = jax.device_put(zeros(jax.eval_shape(optax.sgd(0.7, momentum=0.9).init, tree.params)))
     save(tmp_path, config, DiLoCoTrainState(inner, tree.params, outer, jax.device_put(np.int32(3))))
     contents = contents_of(str(tmp_path))
-    assert contents.kind == "a checkpoint of a run of DiLoCo"
+    assert contents.kind == "a checkpoint of a DiLoCo run"
     assert_norms(contents, params)
     text = said(capsys, tmp_path, "norms=false")
     assert f"islands: parameters: {len(params)} arrays, {2 * sum(it.size for it in params.values()):,} values" in text
@@ -121,7 +121,7 @@ def test_parameters_alone_in_bfloat16(tmp_path, config, params):
     leaves = {name: Leaf(it.shape, it.dtype, [lambda it=it: it]) for name, it in values.items()}
     write_params(tmp_path, config, leaves, None)
     contents = contents_of(str(tmp_path))
-    assert contents.kind == "parameters only, of trainer.export"
+    assert contents.kind == "parameters only, from trainer.export"
     assert contents.step is None
     assert_norms(contents, values)
 
@@ -175,7 +175,7 @@ def test_maxtexts(tmp_path, config, params, layout, capsys):
     else:
         path = maxtext_run(tmp_path / "run", stored, nnx=layout == "nnx", full=layout == "run")
     contents = contents_of(str(path))
-    assert contents.kind == "a checkpoint of MaxText"
+    assert contents.kind == "a MaxText checkpoint"
     assert contents.step == (None if layout == "nnx" else 3)
     found = {tensor.name: tensor for tensor in contents.tensors if tensor.part == "params"}
     assert found.keys() == stored.keys()
@@ -211,12 +211,12 @@ def test_every_parameter_of_the_model_is_there(run, config):
 
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_checkpoint_that_its_run_deletes_meanwhile_is_not_called_damaged(run, tmp_path, monkeypatch, verify):
-    """A run renames the folder and then deletes it, here after it was found, and after its headers were read."""
+    """A run renames and deletes the folder: here, after the folder was found, or after its headers were read."""
     folder = shutil.copytree(run, tmp_path / "run")
     checkpoint, aside = folder / "checkpoints/3", folder / "checkpoints/3.expired"
     tensor = contents_of(str(folder), verify=verify).tensors[0]
     checkpoint.rename(aside)
-    said = f"^{checkpoint}.* was removed while it was read, as a run removes its expired checkpoints: read a newer"
+    said = f"^{checkpoint}.* was removed while it was read, probably by a run that deletes its old checkpoints"
     with pytest.raises(UserError, match=said):
         tensor.norms()
     monkeypatch.setattr("trainer.weights.contents.newest", lambda path: checkpoint)

@@ -1,4 +1,4 @@
-"""GGUF files: what is read is what the package gguf dequantizes, what is written is what llama.cpp computes with."""
+"""GGUF files: values read equal those of the package gguf, and llama.cpp computes the same from files written."""
 
 import functools
 import json
@@ -54,13 +54,13 @@ def logits_of(config, arrays, tokens):
 
 @pytest.mark.parametrize("case", MODELS)
 def test_a_model_is_written_as_llama_cpp_reads_it_and_read_back(case, tmp_path):
-    """llama.cpp's logits of the file are those of transformers where it has the folder's values, and ours otherwise."""
+    """The expected llama.cpp logits are transformers' if the folder's values are unchanged, and ours otherwise."""
     folder = model_folder(case, tmp_path / case)
     file = exported(folder, tmp_path / "model.gguf")
     (theirs, before), (config, after) = (weights(open_source(str(path))) for path in (folder, file))
     assert config.decoder_block == ("llama2" if case == "mistral" else theirs.decoder_block)
     changed = {name for name in before if before[name].tobytes() != after[name].tobytes()}
-    # GGUF has 1 + the scale of Gemma's norms, in float32.
+    # GGUF stores 1 + scale for Gemma's norms, in float32.
     assert all(name.endswith("/scale") for name in changed) if "gemma" in case else not changed
     for name in changed:
         np.testing.assert_allclose(after[name], before[name], atol=2.0**-23, rtol=0)
@@ -69,14 +69,14 @@ def test_a_model_is_written_as_llama_cpp_reads_it_and_read_back(case, tmp_path):
         found, expected = golden[f"logits/{case}"], transformers["rows/logits"][0]
     if MODELS[case]:
         expected = logits_of(weights(open_source(str(file)), OTHERWISE.get(case, ()))[0], after, inputs(case))
-    # llama.cpp looks up the GELU of Gemma in a table of float16. One position of phi3 is sensitive: a change of half an
-    # ulp in the embeddings moves it by 1.9e-6, llama.cpp is 4.4e-6 and this trainer 7.4e-6 from float64, opposite ways.
+    # llama.cpp uses a float16 table for Gemma's GELU. One position of phi3 is sensitive: half an ulp in the embeddings
+    # changes it by 1.9e-6. llama.cpp differs from float64 by 4.4e-6 and this trainer by 7.4e-6, in opposite directions.
     limit = 1.5e-3 if "gemma" in case else 2e-5
     np.testing.assert_allclose(found, expected, atol=limit * np.abs(expected).max(), rtol=0)
 
 
 def test_every_type_is_dequantized_as_the_package_does(tmp_path):
-    """From random bytes, in parts and with heads in another order."""
+    """From random bytes, in parts and with reordered heads."""
     draw, file = np.random.RandomState(0), tmp_path / "model.gguf"
     writer, stored = gguf.GGUFWriter(None, "llama"), {}
     for name in QUANTIZED:
@@ -109,7 +109,7 @@ def test_heads_are_stored_as_pairs():
 
 
 def rewritten(file, architecture, values, tensors):
-    """Writes a file with these keys, without the architecture's prefix, and these tensors."""
+    """Writes a file with these tensors and keys; keys lack the architecture's prefix."""
     writer = gguf.GGUFWriter(None, architecture)
     for name, value in values.items():
         whole = name if name.startswith(("general.", "tokenizer.")) else f"{architecture}.{name}"
@@ -123,7 +123,7 @@ def rewritten(file, architecture, values, tensors):
 
 
 def values_and_tensors(file, architecture):
-    """Returns the keys of a file without its architecture, and its tensors."""
+    """Returns a file's keys, without the architecture's prefix, and its tensors."""
     header = read_gguf(file)
     values = {name.removeprefix(f"{architecture}."): value for name, value in header.values.items()}
     del values["general.architecture"]
@@ -138,7 +138,7 @@ def assert_same_model(file, other):
 
 
 def test_latents_in_one_tensor_are_read(tmp_path):
-    """As llama.cpp wrote them before April 2025, with the sizes of heads in other keys; and parts of both forms."""
+    """As llama.cpp wrote them before April 2025, with head sizes in other keys; and mixtures of both forms."""
     file, old = exported(model_folder("deepseek-v2", tmp_path / "of"), tmp_path / "new.gguf"), tmp_path / "old.gguf"
     values, tensors, arrays = values_and_tensors(file, "deepseek2")
     values |= {"attention.head_count_kv": 4, "attention.key_length": 12, "attention.value_length": 6}
@@ -157,7 +157,7 @@ def test_latents_in_one_tensor_are_read(tmp_path):
 
 @pytest.mark.parametrize("biases", [False, True])
 def test_queries_keys_and_values_in_one_tensor_are_read(biases, tmp_path):
-    """As llama.cpp writes them from GLM's own folders."""
+    """As llama.cpp writes them from GLM's original folders."""
     folder = model_folder("glm", tmp_path / "of", attention_bias=biases)
     if biases:
         tensors = load_file(folder / "model.safetensors")
@@ -175,7 +175,7 @@ def test_queries_keys_and_values_in_one_tensor_are_read(biases, tmp_path):
 
 
 def test_files_of_glm_flash_need_not_say_how_experts_are_scored(tmp_path):
-    """Published ones do not. Its epsilon tells it from DeepSeek-V2, whose files do not say it either."""
+    """Published files do not. The epsilon distinguishes them from DeepSeek-V2, whose files lack the field, too."""
     file, old = exported(model_folder("glm4-moe-lite", tmp_path / "of"), tmp_path / "new.gguf"), tmp_path / "old.gguf"
     values, _, arrays = values_and_tensors(file, "deepseek2")
     del values["expert_gating_func"]
@@ -184,7 +184,7 @@ def test_files_of_glm_flash_need_not_say_how_experts_are_scored(tmp_path):
 
 
 def test_what_a_file_leaves_out_is_not_that_of_a_published_model(tmp_path):
-    """llama.cpp then scales by 1, has no dense layers, and does not scale RoPE; transformers has other defaults."""
+    """llama.cpp's defaults are a scale of 1, no dense layers, and unscaled RoPE; transformers has other defaults."""
     for case, name, keys in (
         ("glm4-moe-lite", "deepseek2", {"routed_scaling_factor": 1.0}),
         ("glm4-moe-air", "glm4moe", {"first_num_dense_layers": 0}),
@@ -203,7 +203,7 @@ def test_what_a_file_leaves_out_is_not_that_of_a_published_model(tmp_path):
 
 @pytest.fixture(scope="module")
 def header_of(tmp_path_factory):
-    """The header of a case's file, whose keys are changed; None takes one away."""
+    """Returns a function that writes a case's file with changed keys and returns the header; None removes a key."""
     folder = tmp_path_factory.mktemp("headers")
 
     @functools.cache
@@ -262,7 +262,7 @@ def test_keys_that_are_missing_have_llama_cpps_defaults(case, changes, expected,
 
 
 def test_a_module_may_repeat_the_models_tables(tmp_path):
-    """As llama.cpp writes them from GLM's folders, in types of its choice."""
+    """As llama.cpp writes them from GLM's folders, with types that it chooses."""
     file, more = exported(model_folder("glm4-moe-air", tmp_path / "of"), tmp_path / "new.gguf"), tmp_path / "more.gguf"
     values, _, arrays = values_and_tensors(file, "glm4moe")
     copies = {"blk.2.nextn.embed_tokens.weight": "token_embd", "blk.2.nextn.shared_head_head.weight": "output"}
@@ -289,7 +289,7 @@ def test_matrices_are_written_in_these_types(dtype, of_matrices, tmp_path, capsy
     assert types["blk.1.ffn_down.weight"] == "F16"  # its rows have 24 values
     assert types["blk.0.attn_norm.weight"] == "F32"
     said = capsys.readouterr().out
-    assert ("no multiple of 32 values are written as float16: blk.0.ffn_down.weight" in said) == (dtype != "float16")
+    assert ("not a multiple of 32 values are written as float16: blk.0.ffn_down.weight" in said) == (dtype != "float16")
     _, before = weights(open_source(str(folder)))
     _, after = weights(open_source(str(file)))
     limit = 0.1 if dtype == "q4_1" else 0.01
@@ -316,7 +316,7 @@ def test_bfloat16_stays(tmp_path):
 
 
 def test_all_that_a_folder_says_is_in_the_file(tmp_path, monkeypatch):
-    """Tokenizer, chat template, ends and the longest text, read in an empty folder and written again."""
+    """Tokenizer, chat template, end-of-text tokens and maximum length are read in an empty folder and written again."""
     folder, alone, back = with_tokenizer("llama-bpe", tmp_path / "model"), tmp_path / "alone", tmp_path / "back"
     template = "{{ bos_token }}{% for m in messages %}{{ m.role + ':' + m.content + '<|im_end|>' }}{% endfor %}"
     (folder / "chat_template.jinja").write_text(template)
@@ -364,7 +364,7 @@ def test_a_file_appears_when_it_is_complete(tmp_path, monkeypatch, capsys):
         ("gemma2", {"query_pre_attn_scalar": 12}, "query_pre_attn_scalar=12"),
         ("smollm3", {"no_rope_layers": [1, 0, 1, 0, 1]}, "nope_layer_interval=2"),
         ("llama-yarn-exact", {}, "rope_truncate=false"),
-        ("phi3", {"sliding_window": 8}, "phi3 cannot represent this model:\n .*sliding_window=8: its phi3 attends"),
+        ("phi3", {"sliding_window": 8}, "phi3 cannot represent this model:\n .*sliding_window=8: llama.cpp"),
         (
             "deepseek-v2",
             {"n_group": 3, "topk_group": 2, "topk_method": "group_limited_greedy"},
@@ -389,7 +389,7 @@ def test_granite_says_whether_it_rotates_and_may_leave_out_the_factor_on_scores(
     assert declared.gguf.fields({"head_dim": 16}) == {"attention_multiplier": 0.25}
     said = {"head_dim": 16, "attention_multiplier": 0.5}
     assert declared.gguf.fields(said | {"rope.scaling.finetuned": True}) == {}
-    refused = declared.gguf.fields(said | {"rope.scaling.finetuned": False})  # a field that is not known
+    refused = declared.gguf.fields(said | {"rope.scaling.finetuned": False})  # an unknown field, which is refused
     assert refused == {"position_embedding_type": "nope"}
 
 
@@ -401,7 +401,7 @@ def test_queries_of_mistral_4_grow_from_the_original_length_only():
     del said["attention.temperature_scale"]  # as llama.cpp's converter does
     assert declared.gguf.fields(said)["rope_scaling"]["llama_4_scaling_beta"] == 0.1
     assert declared.gguf.fields(said) == declared.gguf.fields(said | {length: 8192})
-    assert declared.gguf.fields(said | {length: 4096})[length] == 4096  # a field that is not known
+    assert declared.gguf.fields(said | {length: 4096})[length] == 4096  # an unknown field, which is refused
 
 
 def test_a_missing_package_is_named(monkeypatch):
@@ -411,7 +411,7 @@ def test_a_missing_package_is_named(monkeypatch):
 
 
 def test_frequencies_of_llama3_are_those_of_transformers():
-    """Of the published Llama 3.1: the first are kept, the last are divided by the factor."""
+    """For the published Llama 3.1: the first frequencies are unchanged, and the last are divided by the factor."""
     rope = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     found = llama3_frequencies(rope, 500_000.0, 128)
     assert (found[:29] == 1).all()

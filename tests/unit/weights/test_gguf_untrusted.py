@@ -1,4 +1,4 @@
-"""GGUF files of strangers: what a header says is compared with the file before anything is read for it."""
+"""Untrusted GGUF files: a header's claims are compared with the file's size before any data is read."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ def text(value):
 
 
 def file_of(*values, tensors=(), counts=None, data=b"", version=3):
-    """Returns a file with these values, (key, type, bytes), and tensors, (name, sizes, type, offset)."""
+    """Returns a file with the metadata (key, type, bytes) and the tensors (name, sizes, type, offset)."""
     found = b"GGUF" + struct.pack("<IQQ", version, *(counts or (len(tensors), len(values))))
     for key, kind, content in values:
         found += text(key) + struct.pack("<I", kind) + content
@@ -43,27 +43,27 @@ ONE = [("a", (32,), 0, 0)]
 CASES = [
     (b"", "ends within its header"),
     (b"GGML" + bytes(60), "not a GGUF file"),
-    (file_of(version=1), "version 1 of GGUF"),
-    (file_of(version=0x03000000), "another order of bytes"),
+    (file_of(version=1), "GGUF version 1"),
+    (file_of(version=0x03000000), "a big-endian file"),
     (file_of(counts=(HUGE, 0)), "8,589,934,592 tensors"),
     (file_of(counts=(0, HUGE)), "8,589,934,592 keys"),
     (file_of(("a", 9, array(8, HUGE))), "8,589,934,592 texts"),
     (file_of(("a", 9, array(8, 2**20))), "1,048,576 texts"),
     (file_of(("a", 9, array(0, HUGE))), "8,589,934,592 numbers"),
-    (file_of(("a", 9, array(9, 2, array(9, 2)))), "a value of type 9"),
+    (file_of(("a", 9, array(9, 2, array(9, 2)))), "unknown type 9"),
     (file_of(("a", 8, struct.pack("<Q", HUGE))), "8,589,934,592 bytes of a text"),
-    (file_of(("a", 77, b"")), "a value of type 77"),
-    (file_of(("a", 0, b"\1"), ("a", 0, b"\1")), "the key a is there twice"),
+    (file_of(("a", 77, b"")), "unknown type 77"),
+    (file_of(("a", 0, b"\1"), ("a", 0, b"\1")), "the key a occurs twice"),
     (file_of(("general.alignment", 4, struct.pack("<I", 3))), "not a power of two"),
     (file_of(("general.alignment", 8, text("x"))), "not a power of two"),
     (file_of(tensors=[("a", (1,) * 9, 0, 0)]), "9 axes"),
     (file_of(tensors=[("a", (HUGE, HUGE), 0, 0)]), "does not fit into"),
     (file_of(tensors=[("a", (0, 4), 0, 0)]), "does not fit into"),
-    (file_of(tensors=[("a", (4,), 0, HUGE)]), "not in the file or not aligned"),
-    (file_of(tensors=[("a", (4,), 0, 7)], data=bytes(64)), "not in the file or not aligned"),
-    (file_of(tensors=[*ONE, *ONE], data=bytes(128)), "the tensor a is there twice"),
+    (file_of(tensors=[("a", (4,), 0, HUGE)]), "outside the file or not aligned"),
+    (file_of(tensors=[("a", (4,), 0, 7)], data=bytes(64)), "outside the file or not aligned"),
+    (file_of(tensors=[*ONE, *ONE], data=bytes(128)), "the tensor a occurs twice"),
     (file_of(tensors=ONE, data=bytes(64)), "a: its bytes are not in the file"),
-    (file_of(tensors=[*ONE, ("b", (32,), 0, 64)], data=bytes(256)), "b: its bytes are not in the file, or those"),
+    (file_of(tensors=[*ONE, ("b", (32,), 0, 64)], data=bytes(256)), "b: its bytes are not in the file, or overlap"),
     (file_of(tensors=[("a", (32,), 24, 0)], data=bytes(256)), "a: values of type I8 are not read"),
     (file_of(tensors=[("a", (32,), 999, 0)], data=bytes(256)), "a: values of type number 999 are not read"),
     (file_of(tensors=[("a", (33, 2), 8, 0)], data=bytes(256)), "a: values of type Q8_0 are not read"),
@@ -86,7 +86,7 @@ def test_text_that_is_not_utf_8_is_refused(tmp_path):
 
 
 def test_what_is_not_known_is_refused(tmp_path):
-    """Not guessed: it may change what the model computes."""
+    """An unknown value may change what the model computes, so it must not be guessed."""
     cases = {
         "one of 3 parts": [("split.count", 2, struct.pack("<H", 3))],
         "general.architecture=mamba is not read": [("general.architecture", 8, text("mamba"))],
@@ -95,7 +95,7 @@ def test_what_is_not_known_is_refused(tmp_path):
             ("general.architecture", 8, text("llama")),
             number("llama.block_count", 2.0),
         ],
-        "RoPE of type longrope is not read": [
+        "RoPE type longrope is not supported": [
             ("general.architecture", 8, text("llama")),
             ("llama.rope.scaling.type", 8, text("longrope")),
             number("llama.rope.scaling.factor", 4.0),
@@ -120,7 +120,7 @@ def test_numbers_of_all_types_are_read(tmp_path):
 
 
 def test_a_link_is_followed_and_a_pipe_is_not_read(tmp_path):
-    """The user names the file. Files of Ollama have no ending, so a link gives them one."""
+    """The user names the file. Ollama's files have no extension, so a link adds one."""
     (tmp_path / "other").mkdir()
     (tmp_path / "sha256-0").write_bytes(file_of(("a", 8, text("x"))))
     (tmp_path / "other" / "model.gguf").symlink_to(tmp_path / "sha256-0")
@@ -131,7 +131,7 @@ def test_a_link_is_followed_and_a_pipe_is_not_read(tmp_path):
 
 
 def test_mutants_are_read_or_refused(tmp_path):
-    """scripts/hostile_files.py reads 500 of them, with a limit for time and memory."""
+    """scripts/hostile_files.py reads 500 mutants, with limits for time and memory."""
     whole = exported(with_tokenizer("smollm", tmp_path / "model"), tmp_path / "whole.gguf").read_bytes()
     file = tmp_path / "model.gguf"
     for i in range(40):

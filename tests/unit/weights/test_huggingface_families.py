@@ -1,4 +1,4 @@
-"""config.json and tensors of families with windows that alternate, biases, and layers without RoPE."""
+"""config.json and tensors of families with alternating windows, biases, and layers without RoPE."""
 
 import json
 import re
@@ -47,7 +47,7 @@ CASES = (
 ROPE = {"rope_type": "longrope", "rope_theta": 1e3, "short_factor": [1] * 4, "long_factor": [2.0] * 4}
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8, "rope_theta": 1e3}
 GROWN = YARN | {"llama_4_scaling_beta": 0.2, "mscale": 1.0, "mscale_all_dim": 1.0}
-# As in the first files of Phi 3, in the form of transformers 4.
+# As in the first files of Phi 3, in transformers 4's format.
 LONG = {"rope_parameters": None, "rope_theta": 1e3}
 LONG |= {"rope_scaling": {"type": "su", "short_factor": [1] * 4, "long_factor": [2.0] * 4}}
 LISTS = {"no_rope_layers": [], "moe_layers": "absent", "layer_types": "absent"}  # as published
@@ -65,7 +65,7 @@ def keys_of(case, **changes):
 
 @pytest.mark.parametrize("case", CASES)
 def test_an_export_has_the_same_tensors_keys_and_tokenizer(case, tmp_path, capsys):
-    """Through our format and back, with heads stored as halves."""
+    """Converted to our format and back, with heads stored as halves."""
     theirs, ours, back = tmp_path / "theirs", tmp_path / "ours", tmp_path / "back"
     shutil.copytree(GOLDENS / case, theirs)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
@@ -87,7 +87,7 @@ def test_an_export_refuses_what_the_family_always_has_otherwise(case, word, tmp_
     assert f"{word}: decoder_block={case.replace('-', '_')} always has rope_interleave=" in capsys.readouterr().err
 
 
-# transformers 4 writes one RoPE at the top, and the pattern of layers as a number.
+# transformers 4 writes one top-level RoPE, and the pattern of layers as a number.
 OLD = {"rope_parameters": "absent", "layer_types": "absent"}
 
 
@@ -170,7 +170,7 @@ def test_the_old_form_says_the_same(case, old):
         ("gemma", {"hidden_act": "absent"}, {"mlp_activations": ("gelu", "linear")}),
         ("gemma3", {"final_logit_softcapping": "absent"}, {"final_logits_soft_cap": 0.0}),
         ("smollm3", {"rope_parameters": None, "rope_theta": None}, {"rope_max_timescale": 2_000_000}),
-        # transformers reads this field in Gemma 3 only.
+        # transformers reads this field only for Gemma 3.
         ("gemma2", {"layer_types": "absent", "sliding_window_pattern": 3}, {"sliding_window_pattern": 2}),
         ("olmo3", {"layer_types": "absent", "sliding_window_pattern": 2}, {"sliding_window_pattern": 4}),
         ("qwen3-5", {"output_gate_type": "swish", "attn_output_gate": True}, {"inhomogeneous_layer_cycle_interval": 2}),
@@ -226,8 +226,8 @@ def test_what_a_field_says(case, changes, expected):
         ("glm4-moe", {"topk_method": "greedy"}, r"topk_method=greedy \(known: noaux_tc\)"),
         ("glm4-moe", {"q_lora_rank": 4}, "q_lora_rank=4: not known"),
         ("glm4-moe-lite", {"attention_bias": True}, "attention_bias=true"),
-        ("glm4-moe-lite", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "dense layers, then sparse ones, of 3"),
-        ("glm4-moe-lite", {"first_k_dense_replace": 2}, "first_k_dense_replace=2 with 1 dense layers"),
+        ("glm4-moe-lite", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "dense layers followed by sparse layers"),
+        ("glm4-moe-lite", {"first_k_dense_replace": 2}, "first_k_dense_replace=2: mlp_layer_types has 1 dense layers"),
         ("phi3", {"lm_head_bias": True}, "lm_head_bias=true"),
         ("qwen3-5", {"output_gate_type": "sigmoid"}, r"output_gate_type=sigmoid \(known: silu, also called swish\)"),
         ("qwen3-5", {"attn_output_gate": False}, "attn_output_gate=false"),
@@ -240,10 +240,14 @@ def test_what_a_field_says(case, changes, expected):
             {"rope_parameters": ROPE | {"attention_factor": 2.0}},
             "attention_factor=2 of longrope",
         ),
-        ("phi3-short", {"rope_parameters": ROPE | {"long_factor": None}}, "longrope without long_factor"),
-        ("phi3-short", {"rope_parameters": ROPE | {"short_mscale": 1.2}}, "short_mscale in RoPE of kind longrope"),
-        ("phi3-short", {"max_position_embeddings": 32}, "longrope by the factor 0.5 of 64 tokens .known: at least 1"),
-        ("phi3-short", {"max_position_embeddings": None}, "longrope without factor or max_position_embeddings"),
+        ("phi3-short", {"rope_parameters": ROPE | {"long_factor": None}}, "longrope requires long_factor"),
+        ("phi3-short", {"rope_parameters": ROPE | {"short_mscale": 1.2}}, "short_mscale in RoPE type longrope"),
+        (
+            "phi3-short",
+            {"max_position_embeddings": 32},
+            "longrope with factor=0.5, original length 64 .known: at least",
+        ),
+        ("phi3-short", {"max_position_embeddings": None}, "longrope requires factor or max_position_embeddings"),
         ("glm4", {"mlp_bias": True}, "mlp_bias=true"),
         ("gpt-oss", {"swiglu_alpha": 1.5}, "swiglu_alpha=1.5"),
         ("gpt-oss", {"swiglu_limit": 0}, "swiglu_limit=0, not a number"),
@@ -254,7 +258,7 @@ def test_what_a_field_says(case, changes, expected):
         ("granite", {"position_embedding_type": "nope"}, 'position_embedding_type="nope": not known'),
         ("granite-moe", {"num_local_experts": 0}, "num_experts=0"),
         ("granite4", {"layer_types": ["mamba", "attention"]}, "kinds full_attention and mamba"),
-        ("granite4", {"layer_types": "absent"}, "layer_types=null: then every layer is one of Mamba"),
+        ("granite4", {"layer_types": "absent"}, "layer_types=null: every layer is a Mamba layer"),
         ("granite4", {"position_embedding_type": "nope"}, 'position_embedding_type="nope"'),
         ("granite4", {"num_local_experts": 4}, "num_local_experts=4"),
         ("granite4", {"num_local_experts": "absent"}, "num_local_experts=8"),
@@ -270,7 +274,7 @@ def test_what_a_field_says(case, changes, expected):
         ("granite-moe-shared", {"shared_intermediate_size": 9}, "=9 .known: multiples of intermediate_size=6"),
         ("granite-moe-shared", {"shared_intermediate_size": "absent"}, "=0 .known: multiples of"),
         ("deepseek-v3", {"rope_parameters": YARN | {"partial_rotary_factor": 0.5}}, "factor other than 1"),
-        ("mistral", {"rope_parameters": GROWN}, "llama_4_scaling_beta in RoPE of kind yarn"),
+        ("mistral", {"rope_parameters": GROWN}, "llama_4_scaling_beta in RoPE type yarn"),
         ("olmo2", {"attention_bias": True}, "attention_bias=true"),
         ("gemma2", {"hidden_activation": None}, "hidden_activation=null"),
         (
@@ -286,7 +290,7 @@ def test_what_a_field_says(case, changes, expected):
                     SLIDING: {"rope_theta": 1e4},
                 }
             },
-            "truncate=false in RoPE of kind yarn",
+            "truncate=false in RoPE type yarn",
         ),
         ("smollm3", {"num_hidden_layers": 4096, "layer_types": "absent"}, "no_rope_layers="),
         ("gemma3", {"num_hidden_layers": 4096}, "layer_types of 7 layers"),
@@ -302,7 +306,7 @@ def test_what_no_key_says_is_refused(case, changes, named):
 @pytest.mark.parametrize(
     ("case", "key", "value", "named"),
     [
-        ("olmo3", "local_rope_max_timescale", -1, "local_rope_max_timescale=-1: there RoPE in layers with a window"),
+        ("olmo3", "local_rope_max_timescale", -1, "local_rope_max_timescale=-1: in config.json, RoPE in layers"),
         ("olmo3", "local_rope_max_timescale", 300, "local_rope_max_timescale=300"),
         ("olmo3", "rope_truncate", False, "rope_truncate=False"),
         ("gpt-oss", "rope_type", "default", "rope_type=default"),
@@ -325,7 +329,7 @@ def test_tokens_of_the_published_vocabulary_are_not_implied():
 
 @pytest.mark.parametrize("case", ["olmo2", "qwen2", "gemma"])
 def test_a_key_of_scores_that_config_json_leaves_out_is_compared(case, tmp_path, capsys):
-    """It changes what the same parameters compute. The width of the heads changes nothing."""
+    """It changes what the same parameters compute. A value equal to the default, the head size, is accepted."""
     with pytest.raises(SystemExit):
         export.main([str(GOLDENS / case), str(tmp_path / "out"), "format=params", "query_pre_attn_scalar=9"])
     assert "to load it, give: query_pre_attn_scalar=0.0" in capsys.readouterr().err
@@ -336,7 +340,7 @@ def test_a_key_of_scores_that_config_json_leaves_out_is_compared(case, tmp_path,
 def test_another_model_with_images_is_refused_by_the_name_of_what_it_has():
     data = {"model_type": "gemma4", "text_config": data_of("gemma3"), "vision_config": {"hidden_size": 4}}
     with pytest.raises(
-        UserError, match=r"more than a model of text: it has text_config, vision_config.*gemma3, llama4, mistral3"
+        UserError, match=r"more than a text model: it has text_config, vision_config.*gemma3, llama4, mistral3"
     ):
         model_keys(data, "config.json")
 

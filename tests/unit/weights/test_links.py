@@ -1,4 +1,4 @@
-"""A folder from a stranger: no command reads, copies or publishes what a link in it leads to, nor waits for a pipe."""
+"""A stranger's folder: no command follows its links to read, copy or publish their targets, or waits for a pipe."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def secret(tmp_path) -> Path:
 
 @pytest.fixture(params=KINDS)
 def theirs(request, tmp_path) -> Path:
-    """A folder that can be exported, of each kind."""
+    """Returns an exportable folder of each kind."""
     folder = tmp_path / "theirs"
     config = config_of(decoder_block="llama2", **FAMILIES["llama2"])
     params = random_params(config)
@@ -64,7 +64,7 @@ def error_of(capsys, command, *words) -> str:
 
 
 def test_whatever_file_is_a_link_out_of_the_folder(theirs, tmp_path, secret, capsys):
-    """Each file in turn leads to the secret: every command that reads the folder refuses it by name."""
+    """Each file in turn becomes a link to the secret: every command that reads the folder names and refuses it."""
     for file in files_of(theirs):
         file.rename(tmp_path / "kept")
         file.symlink_to(secret)
@@ -181,7 +181,7 @@ def test_a_report_reads_nothing_outside_of_the_run(run, tmp_path, secret, capsys
 
 
 def test_the_page_on_several_runs_goes_through_no_link(run, tmp_path, monkeypatch):
-    """The current folder may be the stranger's."""
+    """The current folder may come from the stranger."""
     (tmp_path / "mine").write_text("mine")
     (tmp_path / "report.html").symlink_to("mine")
     monkeypatch.chdir(tmp_path)
@@ -192,7 +192,7 @@ def test_the_page_on_several_runs_goes_through_no_link(run, tmp_path, monkeypatc
 def test_a_report_to_a_place_that_the_user_names(run, tmp_path, capsys):
     (tmp_path / "page").write_text("")
     (tmp_path / "link").symlink_to("page")
-    report.main([str(run), f"out={tmp_path}/link"])  # not in the folder: the user's own
+    report.main([str(run), f"out={tmp_path}/link"])  # outside of the folder: the user's link
     assert (tmp_path / "page").read_text().startswith("<!DOCTYPE html>")
     reader, writer = os.pipe()
     report.main([str(run), f"out=/dev/fd/{writer}"])
@@ -259,7 +259,7 @@ def test_no_way_around_the_guard_against_foreign_code(tmp_path, monkeypatch, rea
 @pytest.mark.parametrize(
     ("yml", "key", "value"),
     [
-        ("theirs/c.yml", "load_parameters_path", "theirs/0/items"),  # as MaxText lays it out
+        ("theirs/c.yml", "load_parameters_path", "theirs/0/items"),  # MaxText's folder layout
         ("theirs/c.yml", "load_parameters_path", "theirs/weights"),
         ("theirs/c.yml", "load_parameters_path", "theirs/checkpoints/0/items"),
         ("theirs/c.yml", "load_full_state_path", "theirs/latest"),  # a link out of the folder
@@ -284,7 +284,7 @@ def test_a_yml_beside_what_is_read_is_of_the_same_folder(tmp_path, monkeypatch, 
 
 
 def test_the_yml_of_ones_own_project_may_name_code(tmp_path, monkeypatch):
-    """The project holds weights, data and a tokenizer, and is the current folder."""
+    """The current folder is the project, which contains weights, data and a tokenizer."""
     for folder in ("weights/llama", "data", "configs"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "tokenizer.json").write_text("{}")

@@ -40,7 +40,7 @@ from trainer.weights.params.write import write_params
 
 
 def silent(text):
-    """Fails if anything is printed: short work prints nothing."""
+    """Fails if anything is printed, because short work prints nothing."""
     raise AssertionError(text)
 
 
@@ -76,7 +76,7 @@ def test_rows_beyond_the_positions_of_the_model_are_told_before_anything_is_read
         lines = []
         config = config_of(**sizes | keys)
         load_parameters(str(folder), config, abstract_of(config, np.float32), lines.append, given=keys)
-        assert any("max_target_length=334 is beyond the 333 positions" in line for line in lines) is told
+        assert any("max_target_length=334 exceeds the 333 positions" in line for line in lines) is told
 
 
 def test_one_layer(tmp_path):
@@ -87,7 +87,7 @@ def test_one_layer(tmp_path):
 
 @pytest.mark.parametrize("combination", ALL_COMBINATIONS)
 def test_the_result_has_the_dtypes_and_shardings_of_a_run(tmp_path, combination, monkeypatch):
-    """Small leaves are put together on the host, and large ones, or those of several processes, on the devices."""
+    """Small leaves are stacked on the host; large leaves, or those of several processes, on the devices."""
     sizes = {"decoder_block": "mistral", "logits_via_embedding": False, "per_device_batch_size": 1}
     mesh = {"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2}
     run = build(load(arguments(combination, **sizes, **mesh)).config, jax.devices())
@@ -112,7 +112,7 @@ def test_a_tied_model_may_hold_its_head(tmp_path):
     assert_same(loaded(write_hf(tmp_path / "same", config, same), config), params)
     same["lm_head.weight"][-1, -1] += 1
     assert "lm_head.weight is not model.embed" in refusal(write_hf(tmp_path / "other", config, same), config)
-    # Shapes are checked first: the tables of another model are not compared.
+    # Shapes are checked first, so another model's tables are not compared.
     path = write_hf(tmp_path / "misshaped", config, same | {"model.norm.weight": np.ones(3, np.float32)})
     assert "model.norm.weight: found [3]" in refusal(path, config)
 
@@ -140,14 +140,14 @@ def test_another_model_is_refused_with_all_that_differs(tmp_path):
     assert "vocab_size=65" in message
     assert "normalization_layer_epsilon=1.0e-06" in message
     assert "base_emb_dim" not in message
-    # The keys in the message do load the checkpoint.
+    # The keys that the message recommends do load the checkpoint.
     keys = dict(word.split("=") for word in message.partition("give: ")[2].split())
     changed = config_of(decoder_block="llama2", **FAMILIES["llama2"] | keys)
     assert (changed.vocab_size, changed.normalization_layer_epsilon) == (65, 1e-6)
 
 
 def broken(names):
-    """Makes three errors in a dict of tensors: a missing, an additional and a misshaped tensor."""
+    """Plants three errors in a dict of tensors: a missing, an additional and a misshaped tensor."""
     missing, misshaped = names
     return lambda tensors: (
         {name: value for name, value in tensors.items() if name != missing}
@@ -208,7 +208,7 @@ def test_maxtext(tmp_path, block, rope):
         ]
         query = "decoder/layers/self_attention/query/kernel"
         params = in_pairs(params) if interleave else params
-        # Divided by sqrt(head_dim) and multiplied again.
+        # Divided by sqrt(head_dim), and multiplied again.
         np.testing.assert_allclose(result[query], params[query], rtol=1e-6)
         assert_same(result | {query: params[query]}, params)
 
@@ -221,7 +221,7 @@ def test_maxtext(tmp_path, block, rope):
         ("default", "yarn", True),
         ("llama3.1-8b", "llama3.1", True),
         ("llama3.1-8b", "default", True),
-        ("llama3.3-70b", "llama3.1", False),  # MaxText's preset sets no rope_type
+        ("llama3.3-70b", "llama3.1", False),  # MaxText's preset does not set rope_type
         ("llama3.3-70b", "yarn", True),
         ("llama3-8b", "default", False),
         ("mistral-7b", "llama3.1", True),
@@ -238,7 +238,7 @@ def test_maxtexts_llama3_3_is_read_as_halves(tmp_path):
     config = resolve(config, device_count=1, platform="cpu")
     assert config.rope_type == "llama3.1"
     params = random_params(config)
-    # As in its own preset: MaxText's layout of the default RoPE.
+    # As in this trainer's preset: MaxText's layout of the default RoPE.
     plain = config_of(decoder_block="llama2", **FAMILIES["llama2"])
     items = write_maxtext(tmp_path / "items", maxtext_params(plain, params, scanned=True))
     lines = []
@@ -309,7 +309,7 @@ def test_a_damaged_orbax_tree_is_one_message(tmp_path, kind):
         damage(what)(tree)
         with pytest.raises(UserError, match=rf"{tree}.*(damaged or incomplete|cannot be read|not a JSON object)"):
             loaded(tree.parent, config, say=print)
-    gc.collect()  # Orbax leaves futures whose errors nobody retrieves
+    gc.collect()  # Orbax abandons futures whose errors nobody retrieves
 
 
 def test_errors_of_tasks_that_orbax_leaves_are_not_logged(tmp_path, caplog, monkeypatch):
@@ -318,7 +318,7 @@ def test_errors_of_tasks_that_orbax_leaves_are_not_logged(tmp_path, caplog, monk
     with _undamaged(tmp_path):
         pass
     logger.error("Task exception was never retrieved")
-    assert len(caplog.records) == 1  # nothing was damaged, so the task is another's
+    assert len(caplog.records) == 1  # nothing is damaged, so the task is not Orbax's
 
     def read():
         with _undamaged(tmp_path):
@@ -341,7 +341,7 @@ def test_a_model_is_stretched_by_keys_that_were_given(tmp_path):
     config = config_of(decoder_block="llama2", **keys, rope_type="yarn", rope_factor=4.0)
     lines = []
     load_parameters(str(path), config, abstract_of(config), lines.append, ["rope_type", "rope_factor", "head_dim"])
-    assert lines == [f"{path} says rope_type=default; rope_type=yarn was given and takes precedence"]
+    assert lines == [f"{path} has rope_type=default; rope_type=yarn was given and takes precedence"]
     assert "give: rope_type=default rope_linear_scaling_factor=1.0" in refusal(path, config)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints as MaxText saves them, and checkpoints written for MaxText."""
+"""Checkpoints that MaxText saves, and checkpoints written for MaxText."""
 
 import gc
 import json
@@ -46,7 +46,7 @@ def loaded(path, config, say=print, dtype=np.float32):
 
 
 def on_the_host(path, config):
-    """Returns the same arrays, read without devices and so without compiling anything for their shapes."""
+    """Returns the same arrays, read to the host, so that nothing is compiled for their shapes."""
     leaves = open_source(str(path)).leaves(config, shapes_of(config))
     return {name: leaf.read(np.dtype(np.float32), lambda size: None) for name, leaf in leaves.items()}
 
@@ -59,12 +59,12 @@ def refusal(path, config):
 
 
 def files(folder):
-    """Returns the files in a folder, without random names of Orbax."""
+    """Returns the files in a folder, except for Orbax's random names."""
     names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     return {re.sub(r"(?<=process_0)[0-9a-f]{32}|\b[0-9a-f]{32}$", "*", name) for name in names}
 
 
-# Listed from a run of MaxText's commit e591f30 with orbax-checkpoint 0.12.8.
+# The files of a run of MaxText's commit e591f30 with orbax-checkpoint 0.12.8.
 FILES = {
     "_CHECKPOINT_METADATA",
     "commit_success.txt",
@@ -77,7 +77,7 @@ FILES = {
     "items/ocdbt.process_0/d/*",
     "items/ocdbt.process_0/manifest.ocdbt",
 }
-# Arrays on the host have no sharding, and each parameter gets its own database.
+# Host arrays have no sharding file, and each parameter has its own database.
 WRITTEN = {name.replace("process_0", "process_0*") for name in FILES} - {
     "items/_sharding",
     "items/array_metadatas/process_0*",
@@ -91,7 +91,7 @@ def test_a_run(tmp_path, nnx, full, scanned):
     config = config_of(decoder_block="llama2", **KEYS)
     params = random_params(config)
     stored = maxtext_params(config, params, scanned=scanned)
-    # The position in the data, which MaxText saves with dataset_type=grain.
+    # The data position, which MaxText saves with dataset_type=grain.
     run = maxtext_run(tmp_path / "run", stored, nnx=nnx, full=full, scan=scanned, iter={"last_seen": 3})
     newest = run / "checkpoints" / ("10" if full else "0")
     assert {name for name in files(newest) if not name.startswith("iter/")} == FILES
@@ -104,7 +104,7 @@ def test_a_run(tmp_path, nnx, full, scanned):
     for path in (run / "checkpoints", newest, newest / "items"):
         source = open_source(str(path))
         assert (source.path, source.notes(config)) == (newest / "items", said)
-    # It names MaxText's own handlers, which are not installed here.
+    # MaxText's checkpoint names MaxText's handlers, which are not installed here.
     metadata = newest / "_CHECKPOINT_METADATA"
     text = metadata.read_text()
     metadata.write_text(text.replace("orbax.checkpoint._src.handlers.json_checkpoint_handler", "maxtext.common"))
@@ -131,7 +131,7 @@ def test_a_run_that_is_damaged_is_one_message(tmp_path, caplog):
             loaded(run, config)
         file.write_bytes(whole)
     loaded(run, config)
-    gc.collect()  # Orbax leaves tasks whose errors nobody retrieves
+    gc.collect()  # Orbax abandons tasks whose errors nobody retrieves
     assert not [record for record in caplog.records if record.name == "asyncio"]
 
 
@@ -143,7 +143,7 @@ def on_axis(stored, axis):
 
 
 def test_layers_on_another_axis_are_recognized_from_shapes(tmp_path):
-    # As many layers as the width of the model, so some shapes are ambiguous.
+    # There are as many layers as the width of the model, so some shapes are ambiguous.
     config = config_of(decoder_block="llama2", **KEYS | {"base_num_decoder_layers": 16})
     params = random_params(config)
     stored = maxtext_params(config, params, scanned=True)
@@ -174,7 +174,7 @@ def test_metadata_that_say_otherwise_are_told(tmp_path):
     run = maxtext_run(tmp_path / "run", maxtext_params(config, params, scanned=False), scan=True)
     lines = []
     assert_same(loaded(run, config, lines.append), params)
-    assert "its metadata say scan_layers=True, but its layers are stored one by one" in lines[1]
+    assert "its metadata has scan_layers=True, but its layers are stored one by one" in lines[1]
 
 
 @pytest.mark.parametrize("root", ["model", "base"])
@@ -195,7 +195,7 @@ def test_a_part_of_our_own_checkpoint_is_not_maxtexts(tmp_path):
 
 
 def test_weights_of_aqt_are_refused(tmp_path):
-    """As MaxText names them, beside the parameters that are not quantized."""
+    """MaxText stores them beside the unquantized parameters."""
     config = config_of(**FAMILIES["llama2"])
     quantized = {
         "layers": {"mlp": {"wo": {"AqtDotGeneral_0": {"qrhs": {"frozen": {"qvalue": np.ones((2, 2), np.int8)}}}}}}
@@ -246,7 +246,7 @@ def test_in_a_bucket(bucket, tmp_path):  # noqa: F811
 
 
 def leaves_of(params):
-    """Returns leaves of one part each, and for stacked leaves one part per layer."""
+    """Returns leaves: a stacked leaf has one part per layer, any other leaf has one part."""
     return {
         name: Leaf(value.shape, value.dtype, [lambda x=x: x for x in (value if "layers/" in name else [value])])
         for name, value in params.items()
@@ -271,7 +271,7 @@ def test_written_for_maxtext(tmp_path, block, rope, interleave, scan):
     out = tmp_path
     write(out, config, leaves_of(params), None, scan)
     wanted = maxtext_params(config, halves, scanned=scan)
-    # Read like MaxText does: the tree by itself, with Orbax's old interface, and the metadata next to it.
+    # Reads like MaxText: the tree alone, with Orbax's old interface, and the metadata beside it.
     tree = orbax.PyTreeCheckpointer().restore((out / "0/items").absolute())
     assert tree.keys() == tree["params"].keys() == {"params"}
     assert_same(jax.tree.map(np.asarray, tree["params"]["params"]), wanted)
@@ -299,7 +299,7 @@ def test_what_was_written_is_read_whatever_the_model_is_called(tmp_path, name):
 
 
 def test_the_scale_of_queries_is_rounded_once(tmp_path):
-    config = config_of(decoder_block="llama2", **FAMILIES["llama2"])  # heads of 8 entries
+    config = config_of(decoder_block="llama2", **FAMILIES["llama2"])  # heads with 8 entries
     params = random_params(config)
     query = "decoder/layers/self_attention/query/kernel"
     write(tmp_path, config, leaves_of(params), "bfloat16", True)
@@ -322,10 +322,13 @@ def test_layers_on_axis_1_of_one_part(tmp_path):
         ({"decoder_block": "mistral", "attn_logits_soft_cap": 30.0}, "attn_logits_soft_cap=30.0: it does not read"),
         ({"decoder_block": "llama2", "use_qk_norm": True}, "use_qk_norm=True: it has no such norm"),
         ({"decoder_block": "llama2", "rope_type": "llama3.1", "rope_factor": 32.0}, "rope_factor=32.0: 8 is fixed"),
-        ({"decoder_block": "qwen3", **ROPES["yarn"], "rope_factor": 2.5}, "rope_factor=2.5: a whole number there"),
+        (
+            {"decoder_block": "qwen3", **ROPES["yarn"], "rope_factor": 2.5},
+            "rope_factor=2.5: must be an integer in MaxText",
+        ),
         (
             {"decoder_block": "qwen3_moe", **FAMILIES["qwen3_moe"], "norm_topk_prob": False},
-            "norm_topk_prob=False: it always weights",
+            "norm_topk_prob=False: MaxText always weights",
         ),
     ],
 )

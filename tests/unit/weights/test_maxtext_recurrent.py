@@ -1,4 +1,4 @@
-"""MaxText's checkpoints of Qwen3-Next and of Qwen 3.5 with experts, whose tensors join several parameters."""
+"""MaxText's checkpoints of Qwen3-Next and of Qwen 3.5 MoE, whose tensors join several parameters."""
 
 import jax
 import numpy as np
@@ -41,7 +41,7 @@ def each_layer(config, params):
 
 
 def layer_there(ours):
-    """Returns a layer's tensors as MaxText stores them, by path; see its Qwen3NextDecoderLayer."""
+    """Returns a layer's tensors as MaxText stores them, by path; see MaxText's Qwen3NextDecoderLayer."""
     there = {
         f"{RENAMED.get(path.split('/')[0])}/scale": value
         for path, value in ours.items()
@@ -169,12 +169,12 @@ def test_in_slices_and_with_layers_on_axis_0(tmp_path):
             "qwen3_5",
             6,
             {"num_experts": 1, "num_experts_per_tok": 1, "shared_experts": 0},
-            "all of its layers have experts",
+            "all layers of MaxText's block have experts",
         ),
-        (WITH_EXPERTS, 7, {}, "base_num_decoder_layers=7: it leaves out layers after the last whole repetition of 3"),
-        (NEXT, 6, {"shared_experts": 2}, "shared_experts=2: it has one shared expert"),
-        (NEXT, 6, {"norm_topk_prob": False}, "norm_topk_prob=False: it always weights"),
-        (NEXT, 6, {"mtp_num_layers": 1}, "mtp_num_layers=1: a module there is a whole repetition"),
+        (WITH_EXPERTS, 7, {}, "base_num_decoder_layers=7: MaxText omits layers after the last whole repetition of 3"),
+        (NEXT, 6, {"shared_experts": 2}, "shared_experts=2: MaxText has one shared expert"),
+        (NEXT, 6, {"norm_topk_prob": False}, "norm_topk_prob=False: MaxText always weights"),
+        (NEXT, 6, {"mtp_num_layers": 1}, "mtp_num_layers=1: MaxText's MTP module is a whole repetition"),
         (NEXT, 6, {"rope_linear_scaling_factor": 2.0}, "rope_linear_scaling_factor=2.0: only 1"),
     ],
 )

@@ -1,4 +1,4 @@
-"""`models.huggingface.Merged`: which outputs of a tensor are those of a parameter, and the names of both."""
+"""`models.huggingface.Merged`: which outputs of a merged tensor belong to which parameter, and the names of both."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ OF_ALL = Merged("experts.gate_up_proj", ("experts.gate", "experts.up"), groups=E
 
 
 class Held:
-    """A tensor that counts how much of it is read."""
+    """A tensor that counts the entries that are read."""
 
     kind, entries = "F32", 0
 
@@ -37,7 +37,7 @@ class Held:
     ],
 )
 def test_parts_are_read_and_joined(how, names, sizes, expected):
-    """The entries of the parts are numbered one part after the other; `expected` are those of the whole."""
+    """Entries are numbered consecutively over the parts; `expected` lists their order in the merged tensor."""
     first = np.cumsum([0, *sizes.values()])
     axes = 1 if names.endswith("bias") else 2 if how is not OF_ALL else 3
     other = (3,) * (axes - 1)
@@ -57,7 +57,7 @@ def test_parts_are_read_and_joined(how, names, sizes, expected):
         box = tuple(slice(0, size) if i else slice(size // 2, size) for i, size in enumerate(value.shape))
         assert (found[part].shape, found[part].dtype) == (value.shape, value.dtype)
         np.testing.assert_array_equal(found[part].read(box), value[box])
-    # Interleaved parts read what is between their entries.
+    # Reading an interleaved part includes the entries between its own.
     assert held.entries <= (1 if how.groups == 1 else 2) * whole.size
 
 
@@ -75,7 +75,7 @@ def test_names():
 
 
 def test_a_declaration_that_does_not_fit_the_layouts():
-    with pytest.raises(UserError, match=r"a\.self_attn\.qkv_proj\.weight: .* has self_attn\.v_proj, but no Layout"):
+    with pytest.raises(UserError, match=r"a\.self_attn\.qkv_proj\.weight: .* parts self_attn\.v_proj, but no Layout"):
         wholes({"a.self_attn.q_proj.weight": (2, 2), "a.self_attn.k_proj.weight": (2, 2)}, [QKV])
     with pytest.raises(UserError, match=r"groups=0, which do not divide parts of \[2, 4\] outputs"):
         wholes({"a.mlp.gate_proj.weight": (2, 2), "a.mlp.up_proj.weight": (4, 2)}, [IN_TURN])

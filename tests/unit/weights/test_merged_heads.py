@@ -1,4 +1,4 @@
-"""Scales whose entries RoPE rotates in several heads on one axis: every way in and out keeps the function."""
+"""Norm scales over merged heads, which RoPE's order rearranges: every conversion preserves the function."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ from trainer.weights.open import open_source
 from trainer.weights.params.write import write_params
 
 MODEL = {"base_emb_dim": 32, "logits_via_embedding": False, "mlp_activations": "[silu,linear]", "max_target_length": 12}
-HEADS, KV_HEADS, SIZE = 4, 2, 8  # of checkpoint_cases
+HEADS, KV_HEADS, SIZE = 4, 2, 8  # as in checkpoint_cases
 BLOCKS = ["olmo2:MERGED", "olmo2:BY_HEAD"]
 MODULE = "mtp_block/mtp_layer_1/mtp_1_transformer_layer"
 ORDERS = (False, True)
@@ -70,7 +70,7 @@ def rms(x, scale):
 
 
 def rotated(x):
-    """Rotates heads [t, heads, size], whose halves belong together, as complex numbers."""
+    """Rotates heads [t, heads, size], stored as halves, as complex numbers."""
     half = SIZE // 2
     angle = np.arange(len(x))[:, None, None] * 10000.0 ** (-np.arange(half) / half)
     complexes = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angle)
@@ -78,7 +78,7 @@ def rotated(x):
 
 
 def logits_by_hand(tensors, tokens, layers=2):
-    """Returns the logits [t, vocab] of the published formulas, in float64."""
+    """Returns the logits [t, vocab], computed with the published formulas in float64."""
     tensors = {name: value.astype(np.float64) for name, value in tensors.items()}
     x = tensors["model.embed_tokens.weight"][tokens]
     for i in range(layers):
@@ -104,7 +104,7 @@ def expected():
 
 
 def assert_logits(params, cfg):
-    """Checks the logits of the model with `params`. Rounding alone gives 1e-6 of the largest logit."""
+    """Checks the logits of the model with `params`. Rounding alone changes them by 1e-6 of the largest logit."""
     tokens, wanted = expected()
     model, row = make_model(cfg), np.zeros(1, np.int32)
     rest = model.abstract[1]
@@ -127,7 +127,7 @@ def write_theirs(folder, tensors):
 
 
 def source_of(folder):
-    """Returns the arrays of a tree that was written for MaxText, by their names there."""
+    """Returns the arrays of a tree written for MaxText, by their MaxText names."""
     import orbax.checkpoint as orbax
 
     tree = orbax.PyTreeCheckpointer().restore((folder / "0/items").absolute())
@@ -139,7 +139,7 @@ def leaves_of(params):
 
 
 def in_pairs(params):
-    """Returns parameters with each head in pairs: it has `SIZE` of the last entries of an array."""
+    """Reorders each head, of SIZE entries on the last axis, from halves to pairs."""
 
     def one(value):
         return pairs(value.reshape(*value.shape[:-1], -1, SIZE)).reshape(value.shape)
@@ -158,12 +158,12 @@ def test_the_function_is_the_same_in_both_orders(tmp_path, block):
     assert arrays[True][f"{ATTENTION}query_norm/scale"].shape == ((2, 32) if block == "olmo2:MERGED" else (2, 4, 8))
 
     for order in ORDERS:
-        # Hugging Face: all tensors come back with their bits.
+        # Hugging Face: all tensors are bit-identical after the round trip.
         cfg, out = config(block, order), tmp_path / f"hf-{order}"
         out.mkdir()
         write_huggingface(out, cfg, open_source(str(path), block).leaves(cfg, shapes_of(cfg)), None)
         assert_same(read_hf(out), theirs())
-        # The trainer's own format, read in either order.
+        # The trainer's format, read in either order.
         out = tmp_path / f"params-{order}"
         out.mkdir()
         write_params(out, cfg, leaves_of(arrays[order]), None)
@@ -178,24 +178,24 @@ def test_modules_of_multi_token_prediction(tmp_path):
         (out := tmp_path / str(order)).mkdir()
         write_huggingface(out, configs[order], leaves_of(params), None)
         assert_same(loaded(out, configs[order]), params)
-        tensor = read_hf(out)["model.layers.2.self_attn.q_norm.weight"]  # of the module
+        tensor = read_hf(out)["model.layers.2.self_attn.q_norm.weight"]  # the multi-token module's norm
         np.testing.assert_array_equal(tensor, halves[f"{MODULE}/self_attention/query_norm/scale"])
 
 
 def test_maxtext_without_layouts_is_refused_if_the_order_differs(tmp_path, monkeypatch):
-    """Which parameters to reorder is unknown, unless nothing has to be."""
+    """Which parameters to reorder is unknown, unless nothing has to be reordered."""
     monkeypatch.setitem(sys.modules, "bare", SimpleNamespace(FAMILY=dataclasses.replace(MERGED, hugging_face=())))
     params = random_params(config("bare:FAMILY", False))
     write_maxtext(tmp_path, config("bare:FAMILY", False), leaves_of(params), None, True)
     assert_same(loaded(tmp_path / "0/items", config("bare:FAMILY", False)), params)
-    with pytest.raises(UserError, match=r"rotates halves, and .*=True is set: .*bare:FAMILY declares no Layouts"):
+    with pytest.raises(UserError, match=r"rotates halves, but .*=True is set: .*bare:FAMILY declares no Layouts"):
         loaded(tmp_path / "0/items", config("bare:FAMILY", True))
-    with pytest.raises(UserError, match=r"format=maxtext: .* pairs, and rope_interleave=False .* declares no Layouts"):
+    with pytest.raises(UserError, match=r"format=maxtext: .* pairs, but rope_interleave=False .* declares no Layouts"):
         write_maxtext(tmp_path / "out", config("bare:FAMILY", False, rope_type="yarn"), leaves_of(params), None, True)
 
 
 def test_norms_of_a_family_that_declares_none_are_not_left_as_they_are(tmp_path):
-    """Llama's layouts have no norms of heads, which `use_qk_norm` adds."""
+    """Llama's layouts contain no norms over heads, which `use_qk_norm` adds."""
     configs = {order: config("llama2", order, use_qk_norm=True) for order in ORDERS}
     params = random_params(configs[False])
     write_params(tmp_path, configs[False], leaves_of(params), None)
@@ -205,7 +205,7 @@ def test_norms_of_a_family_that_declares_none_are_not_left_as_they_are(tmp_path)
 
 
 def test_an_axis_that_is_not_made_of_heads_is_refused(tmp_path, monkeypatch):
-    """The scale of the norm after attention has 32 entries, and a head 12."""
+    """The scale of the norm after attention has 32 entries, which heads of 12 do not divide."""
     tables = MERGED.hugging_face[0]
     name = "decoder/layers/attention_norm/scale"
     layouts = {**tables.layouts, name: tables.layouts[name]._replace(rotated="head_dim")}

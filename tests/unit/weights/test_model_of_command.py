@@ -1,4 +1,4 @@
-"""load_parameters_path gives the model's keys and the tokenizer: what is read, and what takes precedence."""
+"""load_parameters_path provides the model's keys and the tokenizer: what is read, and what takes precedence."""
 
 from pathlib import Path
 
@@ -61,14 +61,14 @@ def test_the_folder_of_each_family_gives_the_keys_that_it_states(case, monkeypat
 
 
 def test_its_place_is_that_of_a_preset(hf, tmp_path):
-    """Above maxtext.yml, below the user's yml, the environment and the command line."""
+    """It overrides maxtext.yml, but not the user's yml, the environment or the command line."""
     yml = tmp_path / "my.yml"
     path = f"load_parameters_path={hf}"
     yml.write_text(f"base_config: maxtext.yml\n{path.replace('=', ': ')}\nmax_target_length: 9\n")
     found = with_model(begin([str(yml), "dataset_type=synthetic", "rope_max_timescale=7"], {"M_STEPS": "3"}))
     assert (found.config.vocab_size, found.config.max_target_length, found.config.steps) == (64, 9, 3)
     assert (found.sources["vocab_size"], found.config.rope_max_timescale) == (path, 7)
-    assert found.config.dtype == "bfloat16"  # of maxtext.yml
+    assert found.config.dtype == "bfloat16"  # from maxtext.yml
     yml.write_text(f"base_config: base.yml\n{path.replace('=', ': ')}\nvocab_size: 65\n")
     with pytest.raises(UserError, match=r"a different model .*vocab_size=65.* give: vocab_size=64"):
         with_model(begin([str(yml), "dataset_type=synthetic"]))
@@ -96,7 +96,9 @@ def test_mistakes_that_no_model_changes_come_before_it_is_read():
     assert "3 mistakes" in str(error.value)
     with pytest.raises(UserError, match=r"only gs:// is supported"):
         begin(["base.yml", "load_parameters_path=az://b/c"])
-    with pytest.raises(UserError, match=r"there is no such folder; .*\n  the model's keys come from there, because"):
+    with pytest.raises(
+        UserError, match=r"there is no such folder; .*\n  the model's keys are read from this path, because"
+    ):
         of("absent")
 
 
@@ -141,7 +143,7 @@ def test_code_that_a_folder_names_is_not_imported(tmp_path, monkeypatch):
         ({"tokenizer.json": "{}"}, ["tokenizer_type=huggingface"], "huggingface"),
         ({"tokenizer.json": "{}"}, ["tokenizer_type=tiktoken"], "refused"),
         ({"tokenizer_config.json": '{"tokenizer_type": "bytes"}'}, [], "auto"),
-        ({"vocab.json": "{}", "tokenizer_config.json": "{}"}, [], "has none of tokenizer_type=auto"),
+        ({"vocab.json": "{}", "tokenizer_config.json": "{}"}, [], "has no tokenizer of tokenizer_type=auto"),
         ({"tokenizer.json": "{}"}, ["tokenizer_path=/mine.json"], ""),
         ({"tokenizer.json": "{}"}, ["tokenizer_type=bytes"], ""),
         ({"tokenizer.json": "{}"}, ["dataset_type=synthetic"], ""),
@@ -163,7 +165,7 @@ def test_its_tokenizer_is_the_default(hf, files, given, expected):
         assert f"tokenizer_path={hf}: the tokenizer of the model" in notes
     else:
         assert found.config.tokenizer_path in ("", "/mine.json")
-        assert ("tokens the model has never seen" in notes) == bool(expected)
+        assert ("the model has never seen its tokens" in notes) == bool(expected)
         assert expected in notes
 
 
@@ -185,7 +187,7 @@ def test_a_tokenizer_that_leads_out_of_the_folder_is_refused(hf, tmp_path):
 
 @pytest.mark.parametrize("words", [[], ["max_target_length=32"]])
 def test_a_short_table_of_positions_needs_no_length_without_rows(words):
-    """Nothing that only reads or writes parameters has rows."""
+    """Commands that only read or write parameters have no rows."""
     trained = ["trainable_position_size=64", "max_target_length=64", "model_name=gpt3-52k"]
     keys = described(model_config({}, trained, "somewhere"))
     config = model_config(keys, words, "somewhere")
@@ -197,7 +199,7 @@ def test_a_short_table_of_positions_needs_no_length_without_rows(words):
 
 @pytest.mark.parametrize(("word", "rate"), [("steps=9", 6e-3), ("learning_rate=1e-4", 1e-4)])
 def test_a_run_that_goes_on_keeps_its_learning_rate(word, rate, tmp_path):
-    """Its version of the trainer may have had another default."""
+    """The trainer version that started the run may have had another default."""
     words = ["run_name=r", "load_parameters_path=/gone", "dataset_type=synthetic", "steps=9"]
     saved = {**load(words).config, "learning_rate": 6e-3}
     before = begin([*words, word])

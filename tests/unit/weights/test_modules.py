@@ -1,5 +1,4 @@
-"""Modules of multi-token prediction in checkpoints: the published layout, MaxText's names, different numbers of
-modules."""
+"""Multi-token prediction modules in checkpoints: the published layout, MaxText's names, other numbers of modules."""
 
 import json
 
@@ -36,7 +35,7 @@ from trainer.weights.model_keys import described, model_config
 from trainer.weights.open import open_source
 
 LAYERS, BLOCK = 2, "transformer_layer"
-# Names in README_WEIGHTS.md of DeepSeek-V3 and in its index, and our names.
+# The names in DeepSeek-V3's README_WEIGHTS.md and index, and ours.
 PARTS = {
     "enorm.weight": "embedding_norm/scale",
     "hnorm.weight": "hidden_state_norm/scale",
@@ -61,7 +60,7 @@ def published(params):
         }
         for theirs, ours in PARTS.items():
             tensors[f"model.layers.{LAYERS + k - 1}.{theirs}"] = own[ours].T
-        # A block is like a layer of a separate model.
+        # The module's block is exported like a layer of another model.
         one = {f"decoder/layers/{name.removeprefix(f'{BLOCK}/')}": value[None] for name, value in own.items()}
         layer = hf_tensors(one | {name: model[name] for name in model if not name.startswith("decoder/layers/")})
         for name, value in layer.items():
@@ -116,7 +115,7 @@ def test_modules_are_left_out(tmp_path, modules):
     lines = []
     wanted = {name: params[name] for name in shapes_of(cfg)}
     assert_same(loaded(path, cfg, ["mtp_num_layers"], lines.append), wanted)
-    assert lines == [f"{path} says mtp_num_layers=2; mtp_num_layers={modules} was given and takes precedence"]
+    assert lines == [f"{path} has mtp_num_layers=2; mtp_num_layers={modules} was given and takes precedence"]
     with pytest.raises(UserError, match="to load it, give: mtp_num_layers=2"):
         loaded(path, cfg)
 
@@ -139,7 +138,7 @@ def test_a_preset_says_nothing_of_modules(words):
 
 
 def test_new_modules_begin_as_drawn(tmp_path):
-    """Initial parameters equal those of a model that was trained without modules, for the run that starts from it."""
+    """The initial modules equal those that the run would draw; the loaded model was trained without modules."""
     keys = {"logits_via_embedding": False, "mtp_num_layers": 2}
     without = build(load(arguments("nnx", **keys | {"mtp_num_layers": 0})).config, jax.devices()[:1])
     params = random_params(without.config)
@@ -151,14 +150,14 @@ def test_new_modules_begin_as_drawn(tmp_path):
     drawn = names_of(run.codec.unpack(run.init()).params)
     assert_same(found, {name: params.get(name, np.asarray(leaf)) for name, leaf in drawn.items()})
     new = "mtp_block/mtp_layer_1, mtp_block/mtp_layer_2"
-    told = [line for line in lines if not line.startswith("loading: ")]  # which a busy machine also says
+    told = [line for line in lines if not line.startswith("loading: ")]  # printed only on a busy machine
     assert told[-1] == f"{path}: absent, with initial values: {new}"
 
 
 @pytest.mark.rest(covered_by="scanned layers; unit/weights/test_maxtext.py", cases=("False-False",))
 @pytest.mark.parametrize(("scanned", "own_norm"), [(True, True), (True, False), (False, False)])
 def test_maxtext(tmp_path, scanned, own_norm):
-    """Modules of MaxText 0.2.4 end with the model's norm, those of 0.2.5 with their own."""
+    """Modules of MaxText 0.2.4 share the model's final norm; those of 0.2.5 have separate norms."""
     cfg = config()
     params = random_params(cfg)
     stored = maxtext_params(cfg, params, scanned=scanned)

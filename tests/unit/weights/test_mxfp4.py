@@ -1,4 +1,4 @@
-"""MXFP4, as the experts of gpt-oss are published."""
+"""MXFP4, the format of gpt-oss's published experts."""
 
 import json
 import shutil
@@ -38,7 +38,7 @@ def test_every_part_has_the_values_of_transformers():
 
 
 def test_a_folder_has_the_weights_of_its_values(tmp_path):
-    """Gate and up alternate in the outputs of a matrix of blocks."""
+    """Gate and up outputs alternate in a matrix of blocks."""
     config = config_of(decoder_block="gpt_oss", **GPT_OSS)
     rng, plain, packed = np.random.default_rng(0), tmp_path / "plain", tmp_path / "packed"
     leaves = {}

@@ -1,4 +1,4 @@
-"""A base under new parameters: what a checkpoint may lack, and the families that read each other's parameters."""
+"""A base model with new parameters: what a checkpoint may lack, and which families read each other's parameters."""
 
 import dataclasses
 import functools
@@ -45,13 +45,13 @@ from trainer.weights.open import open_source
 from trainer.weights.params.write import write_params
 
 LLAMA = {"decoder_block": "llama2", **FAMILIES["llama2"]}
-# A name stands for the same block in all tests, because `checkpoint_cases` keeps shapes by configuration.
+# A name means the same block in all tests, because `checkpoint_cases` caches shapes by configuration.
 ADAPTED, GATED, PLAIN = (LLAMA | {"decoder_block": f"grown:{name}"} for name in ("adapted", "gated", "plain"))
 GATE = "decoder/layers/gate"
 
 
 class Adapter(nnx.Module):
-    """A low-rank term in addition to a plain product."""
+    """Adds a low-rank term to a plain product."""
 
     def __init__(self, kernel, *, rngs):
         self.down = nnx.Param(jax.random.normal(rngs.params(), (*kernel.in_shape, 2)))
@@ -81,7 +81,7 @@ def one_stack(block):
 
 @pytest.fixture(autouse=True)
 def grown(monkeypatch):
-    """Makes the module of the families."""
+    """Creates the module that contains the families."""
     rules = [("^(?!.*/gate/)", Adapter)]
     families = SimpleNamespace(
         adapted=Family(one_stack(Gated), products=lambda config: rules, maxtext=MAXTEXT, optional=[GATE]),
@@ -101,7 +101,7 @@ DRAWN = ADAPTED | {"head_dim": 16, "init_weights_seed": 3}
 
 @functools.cache
 def drawn():
-    """Returns the initial weights of a model with DRAWN by name."""
+    """Returns the initial weights, by name, of a model with the keys DRAWN."""
     config = config_of(**DRAWN)
     weights = jax.jit(lambda key: joined(*make_model(config).init(key)))(seed_key(config.init_weights_seed))
     return {name: np.asarray(value) for name, value in names_of(weights).items()}
@@ -117,12 +117,12 @@ def write_ours(folder, config, params):
 def under_our_name(path, name, trained="llama2"):
     return (
         f"{path} contains parameters of decoder_block={trained}; they are loaded with decoder_block=grown:{name}, "
-        "which has to compute the same: this is not checked"
+        "which must compute the same, which is not checked"
     )
 
 
 def write_kind(kind, folder, config, params):
-    """Writes parameters of a Llama in a format. Its heads are in halves."""
+    """Writes parameters of a Llama in a format. Heads are stored as halves."""
     if kind == "hugging face":
         return write_hf(folder, config, hf_tensors(params))
     if kind == "maxtext":
@@ -132,7 +132,7 @@ def write_kind(kind, folder, config, params):
 
 @pytest.mark.parametrize("kind", ["hugging face", "maxtext", "ours"])
 def test_a_base_under_adapters_and_a_new_matrix(tmp_path, kind):
-    # With head_dim=16, MaxText's scale of the queries is exact.
+    # With head_dim=16, MaxText's query scale is exact.
     base, config = config_of(**LLAMA, head_dim=16), config_of(**DRAWN, rope_interleave=kind != "maxtext")
     params = random_params(base)
     path = write_kind(kind, tmp_path / "base", base, params)
@@ -154,12 +154,12 @@ def test_a_base_under_adapters_and_a_new_matrix(tmp_path, kind):
     first += "rope_type=default"
     assert lines[:-2] == [first if kind == "maxtext" else under_our_name(path, "adapted")]
 
-    # What is present is loaded, and nothing is said.
+    # A complete checkpoint is loaded without a message.
     lines = []
     params = random_params(config, seed=1)
     assert_same(loaded(write_ours(tmp_path / "whole", config, params), config, lines), params)
     assert lines == []
-    # Nothing says whether RoPE rotates the output of an adapter.
+    # It is unknown whether RoPE rotates an adapter's output.
     other = config_of(**ADAPTED, head_dim=16, rope_interleave=kind == "maxtext")
     with pytest.raises(UserError, match="declares no Layouts of"):
         loaded(tmp_path / "whole", other)
@@ -181,7 +181,7 @@ def test_a_group_is_absent_as_a_whole_or_an_error(tmp_path, monkeypatch):
         "decoder/layers/mlp/wo/product/up",
         "mtp_block/mtp_layer_1/mtp_1_embedding_norm/scale",
         "mtp_block/mtp_layer_1/mtp_1_transformer_layer/gate/bias",
-        "decoder/layers/mlp/wo/kernel",  # is never absent
+        "decoder/layers/mlp/wo/kernel",  # never optional
     ):
         with pytest.raises(UserError, match=rf"1 tensor does not fit the configuration:\n  {missing}: missing"):
             loaded_with(lambda name, missing=missing: name != missing, [])
@@ -239,7 +239,7 @@ def test_families_of_the_same_function(tmp_path, kind, trained, block):
     ]
     with pytest.raises(UserError, match=r"model than the configuration \(vocab_size=65\); to load it, give: vocab_s"):
         loaded(path, config_of(decoder_block=block, **keys, vocab_size=65))
-    # trainer.export and trainer.generate begin with this.
+    # trainer.export and trainer.generate start with this.
     words = [f"decoder_block={block}", "mtp_num_layers=0"]
     assert model_config(described(it), words, "there").decoder_block == block
 
@@ -264,7 +264,7 @@ def test_families_of_other_functions(tmp_path, trained, block, keys):
 
 
 def test_code_that_only_a_checkpoint_names_is_not_imported(tmp_path):
-    """Whether a family of this package computes the same is unknown; a family that the user names answers for it."""
+    """Whether a family of this package computes the same is unknown; a family that the user names is trusted."""
     it = config_of(**PLAIN)
     path = write_ours(tmp_path / "there", it, params := random_params(it))
     (path / "config.yml").write_text((path / "config.yml").read_text().replace("grown:plain", "evil:family"))
@@ -278,14 +278,14 @@ def test_code_that_only_a_checkpoint_names_is_not_imported(tmp_path):
 def test_keys_that_one_of_two_families_does_not_read(tmp_path):
     base = write_ours(tmp_path / "llama2", it := config_of(**LLAMA), random_params(it))
     with pytest.raises(
-        UserError, match=r"decoder_block=llama2, which does not read fused_qkv=true; .*=grown:plain, leave that out"
+        UserError, match=r"decoder_block=llama2, which does not read fused_qkv=true; .*=grown:plain, leave these out"
     ):
         loaded(base, config_of(**PLAIN, fused_qkv=True))
     stated = LLAMA | {"decoder_block": "grown:stated"}
     assert loaded(base, config_of(**stated))
     with pytest.raises(UserError, match=r"does not read routed_scaling_factor=2\.0; "):
         loaded(base, config_of(**stated, routed_scaling_factor=2))
-    # mixtral's key-value heads and its experts are this family's keys, too, and norm_topk_prob is a key of qwen3_moe.
+    # mixtral's key-value heads and experts are also keys of this family, and norm_topk_prob is a key of qwen3_moe.
     keys = FAMILIES["qwen3_moe"]
     moe = write_ours(tmp_path / "moe", it := config_of(decoder_block="qwen3_moe", **keys), random_params(it))
     own = keys | {"decoder_block": "grown:plain"}

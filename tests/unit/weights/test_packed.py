@@ -1,4 +1,4 @@
-"""Matrices that other programs stored quantized (tests/packed, see scripts/write_packed.py), and random ones."""
+"""Quantized matrices stored by other programs (tests/packed, see scripts/write_packed.py), and random matrices."""
 
 import json
 import re
@@ -59,7 +59,7 @@ def compressed(form="pack-quantized", **changes):
 
 
 def golden(case):
-    """Returns the matrix of a golden, and the values that the program that wrote it computes."""
+    """Returns a golden matrix, and its values as computed by the program that wrote it."""
     file = FOLDER / f"{case}.safetensors"
     found = recipe_of(json.loads(file_metadata(file)["quantization_config"]))
     tensors = with_matrices(stored_tensors(file), found, file)
@@ -68,7 +68,7 @@ def golden(case):
 
 
 def boxes(shape, seed):
-    """Returns the box of the whole matrix, and random ones."""
+    """Returns the box of the whole matrix, and random boxes."""
     rng = np.random.default_rng(seed)
     starts = [[int(rng.integers(0, size)) for size in shape] for _ in range(20)]
     ends = [[int(rng.integers(start + 1, size + 1)) for start, size in zip(it, shape, strict=True)] for it in starts]
@@ -77,7 +77,7 @@ def boxes(shape, seed):
 
 
 def expanded(tiles, block, shape):
-    """Returns a value for each weight."""
+    """Returns an array with one value per weight."""
     return np.repeat(np.repeat(tiles, block[0], 0), block[1], 1)[: shape[0], : shape[1]]
 
 
@@ -94,7 +94,7 @@ def test_codes_and_scales_make_up_the_values(case):
     matrix, values = golden(case)
     codes, scales, zeros = matrix.parts(boxes(values.shape, 0)[0])
     assert codes.dtype == ("float8_e4m3fn" if matrix.kind_of_codes == "fp8" else "int8")
-    # Integers of 4 bits that take a byte each count as int8.
+    # 4-bit integers stored in one byte each count as int8.
     kind = {"int4-plain": "int8", "awq": "int4"}.get(case, case.removeprefix("gptq-").split("-")[0])
     assert matrix.kind_of_codes == kind
     assert np.abs(codes.astype(np.float32)).max() <= {"int4": 8, "int8": 128, "fp8": 448}[kind]
@@ -102,7 +102,7 @@ def test_codes_and_scales_make_up_the_values(case):
     spread = [expanded(it, matrix.block, values.shape) for it in (scales, 0 * scales if zeros is None else zeros)]
     meant = (codes.astype(np.float32) - spread[1]) * spread[0]
     np.testing.assert_array_equal(meant.astype(values.dtype), values)
-    # The scales of a part are those of the blocks that it overlaps with.
+    # A part has the scales of the blocks with which it overlaps.
     box = (slice(3, 5), slice(7, 9))
     tiles = tuple(slice(c.start // b, -(-c.stop // b)) for c, b in zip(box, matrix.block, strict=True))
     np.testing.assert_array_equal(matrix.parts(box)[0], codes[box])
@@ -125,8 +125,8 @@ def test_one_scale_for_all_inputs_is_one_block_if_they_are_few(inputs, alike):
 
 @pytest.mark.parametrize("tiles", [(2, 2), (6, 4), (2, 4)])
 def test_a_scale_is_that_of_each_tile_of_its_block(tiles):
-    """A kernel [6 inputs, 4 outputs] may have more scales than the matrix, as where one scale is that of a matrix."""
-    scales = np.arange(4, dtype=np.float32).reshape(2, 2)  # of blocks of 2 outputs and 3 inputs
+    """A kernel [6 inputs, 4 outputs] may store more scales than the matrix, for example if the matrix has only one."""
+    scales = np.arange(4, dtype=np.float32).reshape(2, 2)  # for blocks of 2 outputs and 3 inputs
     matrix = SimpleNamespace(shape=(4, 6), block=(2, 3), scales_and_zeros=lambda box: (scales, None))
     found = _part("", matrix, SimpleNamespace(inputs=1), "scale", (6, 4), tiles, 0)
     assert found.shape == tiles
@@ -151,7 +151,7 @@ def test_inputs_in_the_order_of_activations_have_no_blocks():
 
 
 def words_of(values, order):
-    """Returns unsigned integers of 4 bits [n, m] as int32 [n, ceil(m / 8)]; `order`: the integer at each place."""
+    """Packs 4-bit unsigned integers [n, m] into int32 [n, ceil(m / 8)]; `order`: which integer is at each position."""
     rows, columns = values.shape
     words = np.zeros((rows, -(-columns // 8)), np.int64)
     for row in range(rows):
@@ -186,7 +186,7 @@ def test_random_sizes_and_groups(layout, tmp_path):
             scheme = recipe_of(said).schemes["Linear"]
             less = (zeros - 1) % 16 if layout == "gptq" else zeros
             stored = words_of(less.T, straight)
-            if layout == "gptqmodel":  # a zero point of 0 borrows from the next one
+            if layout == "gptqmodel":  # a zero point of 0 borrows from the next zero point
                 stored = (stored.view(np.uint32) - np.uint32(0x11111111)).view(np.int32)
             tensors = {"qweight": words_of(codes, straight).T, "qzeros": stored, "scales": scales.T}
         file = tmp_path / str(number)
@@ -199,7 +199,7 @@ def test_random_sizes_and_groups(layout, tmp_path):
 
 
 def changed(case, tmp_path, **changes):
-    """Returns the message about a golden whose tensors were changed; None removes one."""
+    """Returns the error message about a golden file with changed tensors; None removes a tensor."""
     file = FOLDER / f"{case}.safetensors"
     tensors = {name: it.all_values() for name, it in stored_tensors(file).items()}
     tensors |= {f"m.{name}": it for name, it in changes.items()}
@@ -225,8 +225,8 @@ def test_tensors_that_do_not_fit(tmp_path):
     assert "\n  m.scales: missing" in changed("gptq-int8", tmp_path, scales=None)
     message = changed("int4-group", tmp_path, weight_packed=words.astype(np.int64))
     assert "m.weight_packed: stored as I64, wanted I32" in message
-    assert "m.weight_shape: says [12, 24]" in changed("int4-group", tmp_path, weight_shape=shape - [0, 8])
-    assert "m.weight_shape: says [-12, 32]" in changed("int4-group", tmp_path, weight_shape=shape * [-1, 1])
+    assert "m.weight_shape: contains [12, 24]" in changed("int4-group", tmp_path, weight_shape=shape - [0, 8])
+    assert "m.weight_shape: contains [-12, 32]" in changed("int4-group", tmp_path, weight_shape=shape * [-1, 1])
     scales = np.ones((12, 3), np.float32)
     assert "m.weight_scale: found [12, 3], wanted [12, 2]" in changed("int4-group", tmp_path, weight_scale=scales)
     assert "m.qzeros: found [12, 4], wanted [2, 4]" in changed("awq", tmp_path, qzeros=words)
@@ -236,7 +236,7 @@ def test_tensors_that_do_not_fit(tmp_path):
 
 
 def of_gptq(folder, bits, said, stored, **more):
-    """Returns a matrix [16, 16] in two groups of 8 whose zero points are stored as `stored`, for both or for each."""
+    """Returns a matrix [16, 16] with two groups of 8 and stored zero points `stored`, for both or per group."""
     said = {"quant_method": "gptq", "bits": bits, "group_size": 8} | said
     each = [stored] * 2 if isinstance(stored, int) else stored
     words = np.array([[sum(one << bits * i for i in range(32 // bits))] for one in each], np.uint32).view(np.int32)
@@ -264,16 +264,16 @@ def test_zero_points_of_gptq_that_are_stored_as_the_other_format_has_them(bits, 
         (V2, middle - 1, "gptq"),
     ):
         matrix = of_gptq(tmp_path, bits, said, stored)
-        message = rf"m\.weight: its zero points are stored as {other} has them.* to {other}$"
+        message = rf"m\.weight: its zero points are stored in the {other} format.* to {other}$"
         for read in (matrix.read, matrix.parts):
             with pytest.raises(UserError, match=message):
                 read(boxes(matrix.shape, 0)[0])
         with pytest.raises(UserError, match=message):
             _ = matrix.has_zeros
-        assert of_gptq(tmp_path, bits, said | {"sym": False}, stored).has_zeros  # they may be meant so
-    with pytest.raises(UserError, match=r"m\.weight: it has zero points, but .* says that there are none"):
+        assert of_gptq(tmp_path, bits, said | {"sym": False}, stored).has_zeros  # zero points may be intended here
+    with pytest.raises(UserError, match=r"m\.weight: it has zero points, but .* excludes them"):
         _ = of_gptq(tmp_path, bits, V1, 3).has_zeros
-    with pytest.raises(UserError, match=r"m\.weight: it has zero points, but .* says that there are none"):
+    with pytest.raises(UserError, match=r"m\.weight: it has zero points, but .* excludes them"):
         _ = of_gptq(tmp_path, bits, V1, [middle, 3]).has_zeros
 
 
@@ -305,7 +305,7 @@ def test_zero_points_of_a_symmetric_matrix(case, tmp_path):
         if fits:
             assert not matrix.has_zeros
             continue
-        with pytest.raises(UserError, match=r"m\.weight: it has zero points, but .* says that there are none"):
+        with pytest.raises(UserError, match=r"m\.weight: it has zero points, but .* excludes them"):
             matrix.read(boxes(matrix.shape, 0)[0])
 
 
@@ -345,9 +345,9 @@ def test_a_file_that_was_truncated_after_it_was_opened(tmp_path):
         (compressed(weights=INT4 | {"strategy": "block"}), "block_structure=null"),
         (compressed(targets=["re:("]), r"target re:\("),
         (compressed(targets=["re:" + "x" * 201]), "more than 200 characters"),
-        (compressed(targets=["re:x{0,100}"]), "2 digits of a number of repetitions"),
-        (compressed(targets=["re:a(?!b)c"]), "may stand at its beginning only"),
-        (compressed(targets=["re:(?!a)b|c"]), "alternatives beside an assertion"),
+        (compressed(targets=["re:x{0,100}"]), "a repetition count of more than 2 digits"),
+        (compressed(targets=["re:a(?!b)c"]), "are allowed only at its beginning"),
+        (compressed(targets=["re:(?!a)b|c"]), "alternatives next to an assertion"),
         (compressed(targets=["re:(?!a"]), r"missing \)"),
         (compressed() | {"ignore": [f"re:{i}" for i in range(5000)]}, "5,000 regular expressions, more than 100"),
         (compressed() | {"config_groups": {str(i): {} for i in range(100_000)}}, "100,000 config_groups"),
@@ -404,7 +404,10 @@ def test_a_matrix_that_no_target_matches(tmp_path):
 
 
 def quarters(matrix):
-    """Returns a matrix of few bits: codes in int4, and a scale for each group of 8 inputs."""
+    """Quantizes a matrix to int4 codes with a scale per group of 8 inputs.
+
+    Returns the codes, the scales and the dequantized matrix.
+    """
     groups = matrix.reshape(len(matrix), -1, 8)
     scales = np.abs(groups).max(2) / np.float32(7)
     codes = np.round(groups / scales[..., None]).astype(np.int8)
@@ -432,7 +435,7 @@ def test_a_folder_of_experts(tmp_path):
         f"{count} matrices are stored as int4 in groups of 8; they are read as float32; activations are not quantized"
     )
     assert f"{path}: {note}" in lines
-    assert contents_of(str(path)).notes == (f"{path}: {note.replace('are read as float32', 'stay so')}",)
+    assert contents_of(str(path)).notes == (f"{path}: {note.replace('are read as float32', 'stay quantized')}",)
     plain = write_hf(tmp_path / "plain", config, meant)
     pair = [open_source(str(it)).leaves(config, shapes_of(config)) for it in (path, plain)]
     for name, leaf in pair[0].items():
@@ -441,7 +444,7 @@ def test_a_folder_of_experts(tmp_path):
 
 
 def test_merged_matrices(tmp_path):
-    """Outputs of several parameters in one matrix, read as floats and as they are stored; written as it was."""
+    """Several parameters in one matrix are read as floats and in stored form, and written back unchanged."""
     config = config_of(decoder_block="phi3", **FAMILIES["phi3"])
     stored, meant = {}, {}
     for name, tensor in hf_tensors_of(config, random_params(config)).items():

@@ -1,4 +1,4 @@
-"""Parameters in this trainer's own format: which arrays of a tree are read."""
+"""Parameters in this trainer's format: which arrays of a tree are read."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def source(folder, values, **how):
 
 
 def read(found):
-    """Returns the value of each array that the source gives for a model's weights."""
+    """Returns the value of each array that the source provides for a model's weights."""
     leaves = found.leaves(config_of(), dict.fromkeys((TRAINED, FROZEN, BIAS), (2, 3)))
     arrays = {name: leaf.read(leaf.dtype, lambda *args: None) for name, leaf in leaves.items()}
     assert all(len(set(array.ravel().tolist())) == 1 for array in arrays.values())

@@ -1,4 +1,4 @@
-"""Adapters that peft wrote (tests/peft, see scripts/write_peft.py), and adapters that this trainer writes."""
+"""Adapters written by peft (tests/peft, see scripts/write_peft.py), and adapters written by this trainer."""
 
 import functools
 import json
@@ -44,7 +44,7 @@ def config_for(base, source, **keys):
 
 @functools.cache
 def golden(case):
-    """Returns the adapters of a case and their configuration. RoPE rotates pairs in every other case."""
+    """Returns a case's adapters and configuration. In every other case, RoPE rotates pairs."""
     source = PeftSource(FOLDER / case)
     return source, config_for(base_of(case), source, rope_interleave=CASES.index(case) % 2 == 0)
 
@@ -80,7 +80,7 @@ def test_logits_are_those_of_peft(case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_written_reads_back_equal(case, tmp_path):
-    """Experts are written as transformers 4 names them. Everything else is, byte for byte, what peft wrote."""
+    """Experts are written with transformers 4's names. Everything else equals peft's files byte for byte."""
     source, config = golden(case)
     said = rewritten(case, tmp_path)
     theirs, ours = (load_file(folder / "adapter_model.safetensors") for folder in (FOLDER / case, tmp_path))
@@ -94,7 +94,7 @@ def test_what_is_written_reads_back_equal(case, tmp_path):
 
 
 def rewritten(case, folder):
-    """Returns the adapter_config.json that is written of a golden."""
+    """Returns the adapter_config.json that is written for a golden."""
     source, config = golden(case)
     how = {"base": source.base, "rank": source.rank, "alpha": source.alpha}
     write_peft(folder, config, source.leaves(config, shapes_of(config)), **how)
@@ -115,8 +115,11 @@ def values(leaf):
 
 
 def test_adapters_of_parameters_that_a_module_merges(tmp_path):
-    """One matrix a for each parameter becomes one of a higher rank for all; a parameter without an adapter has zeros.
-    peft computes the same logits from what is written, up to 3e-6 of the largest (checked by hand)."""
+    """The adapters of merged parameters become one adapter of a higher rank.
+
+    A parameter without an adapter gets zeros. With the written file, peft computes the same logits up to 3e-6 of the
+    largest (checked by hand).
+    """
     source, config = golden("phi3")
     shapes, tables = shapes_of(config), Tables(config)
     rng = np.random.default_rng(3)
@@ -131,7 +134,7 @@ def test_adapters_of_parameters_that_a_module_merges(tmp_path):
     again = PeftSource(tmp_path).leaves(config, shapes)
     for name, it in trained.items():
         np.testing.assert_array_equal(values(again[name]), it * (name not in key), err_msg=name)
-    # An adapter of that rank which is one for all parameters has no place.
+    # An adapter of that rank that mixes the parameters is refused.
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     last = next(name for name in tensors if name.endswith("qkv_proj.lora_B.weight"))
     save_file(tensors | {last: tensors[last] + 1}, tmp_path / "adapter_model.safetensors")
@@ -147,7 +150,7 @@ QKV, QUERY = (f"base_model.model.model.layers.0.self_attn.{it}_proj.lora_" for i
 OF_MERGED = {
     r"qkv_proj.lora_B.weight: .* found \[\]": lambda a, b: {f"{QKV}B.weight": np.array(1, np.float32)},
     r"qkv_proj.lora_B.weight: .*, 5\]": lambda a, b: {
-        f"{QKV}A.weight": np.tile(a, (3, 1)),  # the rank of three parameters
+        f"{QKV}A.weight": np.tile(a, (3, 1)),  # the combined rank of three parameters
         f"{QKV}B.weight": np.tile(b, (1, 3))[:, :5],
     },
     r"q_proj.lora_A.weight: .*qkv_proj of this model merges": lambda a, b: {f"{QUERY}A.weight": a},
@@ -175,7 +178,7 @@ def test_targets_are_short_names_of_those_modules_only(tmp_path):
     assert found["llama-saved"]["target_modules"] == ["1.self_attn.q_proj", "1.self_attn.v_proj"]
     assert found["llama-saved"]["modules_to_save"] == ["embed_tokens", "lm_head", "model.norm"]
     assert found["mixtral"]["target_modules"] == ["gate", "q_proj", "w1", "w2", "w3"]
-    # The dense layer has no adapters, so the names of its matrices are not enough for experts'.
+    # The dense layer has no adapters, so experts need names that do not match the dense layer's matrices.
     assert {"5.gate_proj", "q_a_proj", "gate"} <= {*found["deepseek-v3"]["target_modules"]}
 
 
@@ -194,7 +197,7 @@ def test_keys_name_the_matrices_and_what_else_is_trained():
 
 
 def changed(tmp_path, case="llama", tensors=lambda found: found, **fields):
-    """Returns a copy of a golden's folder with other fields and tensors."""
+    """Returns a copy of a golden's folder with changed fields and tensors."""
     folder = tmp_path / "changed"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -220,7 +223,7 @@ def test_other_names_of_the_same_tensors(tmp_path, case):
 
 
 def test_other_forms_of_the_configuration(tmp_path):
-    """Of older versions, with fields that no version has, and with fields that say where an adapter came from."""
+    """Of older versions, with a fork's unknown fields, and with fields that describe an adapter's origin."""
     plain = PeftSource(FOLDER / "llama")
     old = dict.fromkeys(
         ("peft_version", "use_rslora", "rank_pattern", "alpha_pattern", "use_dora", "lora_dropout"), ...
@@ -302,7 +305,7 @@ def test_tensors_without_a_place_are_refused_by_name(tmp_path, said):
 
 def test_one_of_a_tied_pair_is_refused(tmp_path):
     _, config = golden("llama-tied")
-    for case, said in {"other": "another one of each", "alone": "only lm_head.weight"}.items():
+    for case, said in {"other": "different tensors", "alone": "only lm_head.weight"}.items():
         table = "base_model.model.model.embed_tokens.weight"
 
         def tensors(found, case=case, table=table):
@@ -339,7 +342,7 @@ def test_a_file_outside_of_the_folder_is_not_read(tmp_path):
 
 
 def test_experts_are_written_completely_and_routers_as_transformers_5_names_them(tmp_path):
-    """peft 0.21 drops adapters of gate and up without those of down; it renames tensors of adapters alone."""
+    """peft 0.21 drops adapters of gate and up if down has none; it renames only tensors of adapters."""
     source, config = golden("mixtral")
     leaves = source.leaves(config, shapes_of(config))
     leaves = {name: it for name, it in leaves.items() if "/wo/" not in name and "/gate/" not in name}
@@ -348,14 +351,14 @@ def test_experts_are_written_completely_and_routers_as_transformers_5_names_them
     write_peft(tmp_path, config, leaves, base="", rank=2, alpha=8.0)
     found = load_file(tmp_path / "adapter_model.safetensors")
     added = [it for name, it in found.items() if ".w2.lora_" in name]
-    assert len(added) == 2 * 4 * 2  # layers, experts, halves
+    assert len(added) == 2 * 4 * 2  # [layers, experts, halves]
     assert not any(it.any() for it in added)
     assert "base_model.model.model.layers.1.mlp.gate.weight" in found
     assert json.loads((tmp_path / "adapter_config.json").read_text())["modules_to_save"] == ["gate"]
 
 
 def test_routers_that_peft_does_not_know_are_targets_by_their_parameter(tmp_path):
-    """peft 0.21 knows those that are called gate."""
+    """peft 0.21 recognizes only routers named gate."""
     base = GOLDENS / "gpt-oss"
     words = {"dtype": "float32", "lora.enable_lora": True, "lora.lora_rank": 2, "lora.lora_alpha": 8.0}
     words |= {"lora.lora_module_path": "decoder/.*(query|gate)", **pinned(ALL_COMBINATIONS[0])}
@@ -370,7 +373,7 @@ def test_routers_that_peft_does_not_know_are_targets_by_their_parameter(tmp_path
 
 @pytest.mark.parametrize("half", ["lora_a", "lora_b"])
 def test_an_adapter_with_one_half_of_zeros_is_written(tmp_path, half):
-    """As training begins it, with b of zeros. Only where both are zero there is none."""
+    """b is zero when training begins. Only an adapter with both halves zero is omitted."""
     source, config = golden("llama")
     leaves = source.leaves(config, shapes_of(config))
 
@@ -393,7 +396,7 @@ def test_an_adapter_with_one_half_of_zeros_is_written(tmp_path, half):
 
 
 def test_matrices_beside_experts_are_targets_by_parameter(tmp_path):
-    """peft 0.21 takes target_modules of these names for experts'."""
+    """peft 0.21 takes target_modules with these names for experts."""
     base = base_of("deepseek-v3")
     keys = {
         "enable_lora": True,
@@ -438,7 +441,7 @@ def test_trained_parameters_without_a_place_are_refused(tmp_path):
 @pytest.mark.rest(covered_by="adamw", cases=("sgd",))
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_twenty_steps_are_those_of_peft(name, tmp_path):
-    """The same base, initial adapter and batches, with torch's optimizers (`write_peft.train`)."""
+    """With the same base, initial adapter and batches, and torch's optimizers (`write_peft.train`)."""
     keys = {"sgd": {"opt_type": "sgd", "learning_rate": 0.1}, "adamw": {"opt_type": "adamw", "learning_rate": 0.01}}
     keys = {"gradient_clipping_threshold": 0, "max_target_length": 16, "per_device_batch_size": 2, **keys[name]}
     keys |= {"lr_schedule_type": "constant", "warmup_steps_fraction": 0}
@@ -446,7 +449,7 @@ def test_twenty_steps_are_those_of_peft(name, tmp_path):
     config = config_for(base, source, **keys)
     run = build(config, jax.devices()[:1])
     tree = run.codec.unpack(run.abstract_args()[0])
-    tree = jax.tree.map(lambda it: np.zeros(it.shape, it.dtype), tree)  # no step, and moments of zero
+    tree = jax.tree.map(lambda it: np.zeros(it.shape, it.dtype), tree)  # no step count, and zero moments
     params = parted(nested(weights_with(base, source, config)), tree.rest)[0]
     state = state_from(run, tree._replace(params=params))
     tokens = np.random.default_rng(0).integers(0, 64, (4, 2, 17)).astype(np.int32)

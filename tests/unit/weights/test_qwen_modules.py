@@ -1,5 +1,7 @@
-"""Modules of multi-token prediction in the layout of Qwen3-Next and Qwen 3.5, compared with transformers' own class
-(mtp.npz, see scripts/write_goldens.py)."""
+"""Multi-token prediction modules in the layout of Qwen3-Next and Qwen 3.5.
+
+The expected values come from transformers' class (mtp.npz, see scripts/write_goldens.py).
+"""
 
 import json
 import shutil
@@ -29,7 +31,7 @@ FIELD = "mtp_num_hidden_layers"
 
 
 def folder_of(path, case=CASE, more=None, **fields):
-    """Writes a golden with `more` tensors and fields of config.json."""
+    """Writes a golden with additional tensors `more` and fields of config.json."""
     shutil.copytree(case, path)
     save_file(load_file(case / "model.safetensors") | (more or {}), path / "model.safetensors")
     data = json.loads((case / "config.json").read_text())
@@ -51,7 +53,7 @@ def read(path, *words):
 
 
 def test_a_module_computes_what_transformers_computes(tmp_path):
-    """Its experts are stored as one tensor, those of the model one by one. Its export has the same values."""
+    """The module's experts are stored as one tensor, the model's experts separately. The export has the same values."""
     tensors, logits = golden()
     path = folder_of(tmp_path / "theirs", more=tensors, **{FIELD: 1})
     source, config, weights = read(path, "max_target_length=20", "attention=dot_product")
@@ -83,7 +85,7 @@ def test_a_module_computes_what_transformers_computes(tmp_path):
 
 @pytest.mark.parametrize("case", ["qwen3-next", "qwen3-5"])
 def test_modules_are_written_and_read(case, tmp_path):
-    """Also into a copy of a folder with a tower, where they have no prefix, or are copied if the weights have none."""
+    """Also into a folder with a tower: modules have no prefix there, or are copied if the weights contain none."""
     keys = open_source(str(GOLDENS / case)).keys | {"base_num_decoder_layers": 2, "mtp_num_layers": 1}
     config = model_config(keys, [], "")
     params, out = random_params(config), tmp_path / "out"
@@ -111,17 +113,17 @@ def test_modules_are_written_and_read(case, tmp_path):
 def test_a_module_without_tensors_is_none(tmp_path):
     source, config, _ = read(folder_of(tmp_path / "it", **{FIELD: 1}))
     assert config.mtp_num_layers == 0
-    said = f"{source.path}: config.json says {FIELD}=1, but there are no tensors of a module"
+    said = f"{source.path}: config.json has {FIELD}=1, but the files have no tensors of a module"
     assert source.notes(config) == (said,)
 
 
 def test_a_module_of_a_model_whose_last_layer_is_recurrent_is_refused(tmp_path):
     path = folder_of(tmp_path / "it", GOLDENS / "qwen3-5", {"mtp.fc.weight": np.ones((16, 32), np.float32)})
-    with pytest.raises(UserError, match="the module's block is like the last layer, which is recurrent; there it has"):
+    with pytest.raises(UserError, match="like the last layer, which is recurrent; the format requires"):
         read(path)
     assert read(path, "mtp_num_layers=0")[2]
     leaves = {"token_embedder/embedding": Leaf((64, 16), np.dtype(np.float32), [])}
-    for modules, said in {1: "which is recurrent", 2: "mtp_num_layers=2: known: up to 1"}.items():
+    for modules, said in {1: "which is recurrent", 2: "mtp_num_layers=2: the format has at most 1"}.items():
         config = model_config(open_source(str(path)).keys, [f"mtp_num_layers={modules}"], "")
         with pytest.raises(UserError, match=said):
             write_huggingface(tmp_path, config, leaves, "float32")

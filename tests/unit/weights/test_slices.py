@@ -1,4 +1,4 @@
-"""Weights are read in slices: only what a device holds of one layer, with the same bits as the whole tensor."""
+"""Weights are read in slices: only a device's part of one layer, with the same bits as the whole tensor."""
 
 import itertools
 
@@ -113,7 +113,7 @@ def test_maxtext_on_eight_devices(tmp_path, scanned):
     config, abstract = on_eight_devices(decoder_block="llama2", rope_interleave=True, logits_via_embedding=False)
     params = random_params(config)
     stored = maxtext_params(config, params, scanned=scanned)
-    # The factor sqrt(head_dim) of the query is applied and removed in float32, starting from the stored values.
+    # The query's factor sqrt(head_dim) is applied and removed in float32, starting from the stored values.
     query = "decoder/layers/self_attention/query/kernel"
     wanted = in_pairs(params)
     scale = np.float32(config.head_dim**0.5)

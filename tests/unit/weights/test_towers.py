@@ -1,6 +1,7 @@
-"""Directories with towers beside a text model: what is read of them, and what is written again.
+"""Directories with towers beside a text model: what is read from them, and what is written back.
 
-They are made of text models that transformers saved. scripts/check_towers.py compares with its models of images.
+They are built from text models that transformers saved. scripts/check_towers.py compares with transformers' image
+models.
 """
 
 import itertools
@@ -36,7 +37,7 @@ TESTS = Path(__file__).parents[2]
 GOLDENS = TESTS / "goldens"
 VISION, PROJECTOR = "vision_tower", "multi_modal_projector"
 PREPARED = "preprocessor_config.json"
-# Names as published, and as those of modules in transformers 5.
+# The published names, and the module names of transformers 5.
 PUBLISHED = {"model.": "language_model.model.", "lm_head.": "language_model.lm_head.", "": ""}
 MODULES = {"model.": "model.language_model.", "lm_head.": "lm_head.", "": "model."}
 FORMS = {"published": PUBLISHED, "modules": MODULES}
@@ -50,7 +51,7 @@ CASES = list(itertools.product(OUTER, FORMS))
 
 
 def tower():
-    """Returns tensors of several dtypes, one of which is not read elsewhere."""
+    """Returns tensors of several dtypes, one of which no other test reads."""
     rng = np.random.default_rng(0)
     return {
         f"{VISION}.embeddings.position_ids": np.arange(9)[None],
@@ -61,7 +62,7 @@ def tower():
 
 
 def named(text, form, other=None):
-    """Returns the tensors of a text model, and others, with the names of `form`."""
+    """Returns the tensors of a text model and the others, with the names of `form`."""
     above = FORMS[form]
     found = {above[""] + name: value for name, value in (tower() if other is None else other).items()}
     for name, value in text.items():
@@ -71,7 +72,10 @@ def named(text, form, other=None):
 
 
 def folder_of(path, case="gemma3", form="published", tensors=None, **changes):
-    """Writes the text model of a golden with a tower. `changes`: of config.json; None leaves a field out."""
+    """Writes the text model of a golden, with a tower.
+
+    `changes`: changed fields of config.json; None removes a field.
+    """
     path.mkdir()
     text = json.loads((GOLDENS / case / "config.json").read_text())
     data = {
@@ -117,7 +121,7 @@ def test_the_text_model_is_that_of_a_folder_of_its_own(case, form, tmp_path):
     assert whole.about.ends == OUTER[case].get("eos_token_id", [2])
 
 
-# text_config of the published folders: transformers 4 wrote what differs from its class.
+# text_config of the published folders, in which transformers 4 wrote only differences from the class defaults.
 GEMMA3 = {"model_type": "gemma3_text", "sliding_window": 1024, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
 MANY = {"num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128, "query_pre_attn_scalar": 168}
 SMALL = {
@@ -132,7 +136,7 @@ def keys_of(data, names):
     return model_keys(text_model(data, dict.fromkeys(names), Path("config.json")).config, "config.json")
 
 
-# Scout and Maverick, with lists of layers as published.
+# Scout and Maverick, with the published lists of layers.
 LLAMA4 = {"model_type": "llama4_text", "no_rope_layers": [], "attn_temperature_tuning": 4, "for_llm_compressor": False}
 SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 SCALED |= {"original_max_position_embeddings": 8192}
@@ -167,7 +171,7 @@ def test_fields_that_a_published_text_config_leaves_out_are_those_of_the_preset(
     ("preset", "data"), [("qwen3.5-397b-a17b", QWEN3_5_397B_JSON), ("qwen3.6-27b", QWEN3_6_27B_JSON)]
 )
 def test_a_published_config_json_of_qwen_is_its_preset(preset, data):
-    """With its module of multi-token prediction. Some programs write the outer model_type into text_config."""
+    """Including its multi-token prediction module. Some programs write the outer model_type into text_config."""
     loaded = load(["base.yml", f"model_name={preset}", "mtp_num_layers=1", "dataset_type=synthetic"])
     renamed = data | {"text_config": data["text_config"] | {"model_type": data["model_type"]}}
     for each in (data, renamed):
@@ -177,7 +181,7 @@ def test_a_published_config_json_of_qwen_is_its_preset(preset, data):
 
 
 def test_a_head_that_is_stored_is_not_tied_where_the_classes_contradict_each_other():
-    """As in the published folders of Mistral Small 3.1: MistralConfig ties nothing, Mistral3Config does."""
+    """As in the published folders of Mistral Small 3.1: by default, MistralConfig is untied and Mistral3Config tied."""
     data = {"model_type": "mistral3", "text_config": SMALL}
     body, head = "language_model.model.norm.weight", "language_model.lm_head.weight"
     keys = keys_of(data, [body, head])
@@ -198,13 +202,13 @@ def test_straight_after_loading_an_export_is_the_folder(case, form, tmp_path, ca
     assert bits(back) == bits(first)
     assert json.loads((back / "config.json").read_text()) == json.loads((first / "config.json").read_text())
     assert (back / PREPARED).read_bytes() == (first / PREPARED).read_bytes()
-    assert "copied as they are: 4 other tensors" in capsys.readouterr().out
+    assert "copied unchanged: 4 other tensors" in capsys.readouterr().out
     assert not list(tmp_path.glob("*incomplete*"))
 
 
 @pytest.mark.parametrize("case", ["qwen3-5", "qwen3-5-moe"])
 def test_folders_of_qwen_have_bundled_experts_and_a_tower(case, tmp_path, capsys):
-    """Of one layer, or of all, as published. The export has a tensor for each expert."""
+    """Experts of one layer, or of all layers, are bundled. The export has one tensor per expert."""
     text, kind = load_file(GOLDENS / case / "model.safetensors"), case.replace("-", "_")
     images = {"image_token_id": 61, "tie_word_embeddings": case == "qwen3-5"}
     for prefix in ("model.layers.0.", "model."):
@@ -222,7 +226,7 @@ def test_folders_of_qwen_have_bundled_experts_and_a_tower(case, tmp_path, capsys
 
 
 def bundled(tensors, prefix):
-    """Returns `tensors` with one tensor for the experts of a layer, in the layers whose names begin with `prefix`."""
+    """Bundles the experts of each layer into one tensor, in layers whose names begin with `prefix`."""
     found, experts = dict(tensors), {}
     for name in [name for name in tensors if ".experts." in name and name.startswith(prefix)]:
         above, _, rest = name.partition(".experts.")
@@ -237,7 +241,7 @@ def bundled(tensors, prefix):
 
 
 def test_other_weights_dtypes_and_ends_are_written_into_shards(tmp_path):
-    """Of a folder with shards, whose tied head is stored, too, as some programs do."""
+    """From a sharded folder whose tied head is also stored, as some programs do."""
     first = folder_of(tmp_path / "first")
     tensors = load_file(first / "model.safetensors")
     tensors["language_model.lm_head.weight"] = tensors["language_model.model.embed_tokens.weight"]
@@ -254,7 +258,7 @@ def test_other_weights_dtypes_and_ends_are_written_into_shards(tmp_path):
     leaves = source.leaves(config, shapes_of(config))
     about = source.about.trained([7], 300, False)
     assert like.notes(leaves, "bfloat16")[1:] == [
-        f"like={first}: the text model is written in bfloat16, there it is float32"
+        f"like={first}: the text model is written in bfloat16, not in float32"
     ]
     (tmp_path / "out").mkdir()
     write_huggingface(tmp_path / "out", config, leaves, "bfloat16", about, 3000, like)
@@ -285,7 +289,7 @@ def test_the_text_model_alone_is_written_without_like(tmp_path):
     [
         (["format=params", "like=LIKE"], "like=...: only with format=hf"),
         (["format=hf", "like=OTHER"], "another text model: it has decoder_block=mistral"),
-        (["format=hf", "like=TEXT"], "not a model of Hugging Face with more than a text model"),
+        (["format=hf", "like=TEXT"], "not a multimodal model in Hugging Face format"),
         (["format=hf", "like=NOTHING"], "there is no such folder"),
         (["format=hf", "like=NARROW"], "another text model: it has vocab_size=32; the weights have vocab_size=64"),
         (["format=hf", "like=LACKING"], "model.norm.weight"),
@@ -320,16 +324,16 @@ def test_a_folder_that_does_not_fit_is_refused(words, said, tmp_path, capsys):
         ({"text_config": {"model_type": "llama"}}, None, 'model_type="llama"; known in gemma3: gemma3_text'),
         ({"text_config": {"num_hidden_layers": 10**40}}, None, "num_hidden_layers"),
         ({"text_config": {"tie_word_embeddings": "no"}}, None, 'text_config: tie_word_embeddings="no", not true or'),
-        ({"text_config": {"use_qkv": 1}}, None, "use_qkv=1: not known, so it may change the function"),
+        ({"text_config": {"use_qkv": 1}}, None, "use_qkv=1: not known, so it may change the model's results"),
         ({"rope_scaling": {"factor": 2}}, None, "rope_scaling={"),
         ({"image_token_index": "<image>"}, None, "image_token_index"),
         (
             {},
             lambda text: named({}, "published"),
-            "no text model: no name of a tensor begins with language_model.model.",
+            "no text model: no tensor name begins with language_model.model.",
         ),
         ({}, lambda text: named(text, "published") | named(text, "modules"), "two text models: names of tensors begin"),
-        ({}, lambda text: named(text, "published") | text, "neither of the text model nor of vision_tower and"),
+        ({}, lambda text: named(text, "published") | text, "neither to the text model nor to vision_tower and"),
         ({}, lambda text: named(text, "published", {"audio_tower.x": np.ones(1)}), "\n  audio_tower.x"),
         (
             {},
@@ -360,7 +364,7 @@ def test_a_tower_that_is_larger_than_its_file_is_refused(tmp_path):
 
 
 def test_quantized_matrices_are_read_as_without_a_tower(tmp_path):
-    """What is quantized, and how, stands above text_config, and names of modules are those of the folder."""
+    """quantization_config is at the top level, not in text_config, and its module names are the folder's names."""
     text, scheme = load_file(GOLDENS / "mistral" / "model.safetensors"), scheme_of("int8", (1, 0))
     packed, schemes, rng = dict[str, np.ndarray](), {}, np.random.default_rng(0)
     for name, value in text.items():
@@ -388,7 +392,7 @@ def test_quantized_matrices_are_read_as_without_a_tower(tmp_path):
         assert open_source(str(found.path)).keys == expected.keys
     path.write_text(json.dumps(data))
     assert values(found, checkpoint_is_quantized="false") == values(expected, checkpoint_is_quantized="false")
-    with pytest.raises(UserError, match="its matrices are quantized; give the directory with floats"):
+    with pytest.raises(UserError, match="its matrices are quantized; give a directory with float weights"):
         export.main.__wrapped__([str(GOLDENS / "mistral"), str(tmp_path / "out"), "format=hf", f"like={found.path}"])
 
 

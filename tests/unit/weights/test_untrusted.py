@@ -1,4 +1,4 @@
-"""Folders made by a stranger, or damaged: one message that names the file, and no code that they name is run."""
+"""Untrusted or damaged folders: one message that names the file, and no code that the folder names is run."""
 
 import json
 import shutil
@@ -21,10 +21,10 @@ from trainer.weights.open import open_source
 GUIDES = Path(__file__).parents[3] / "docs" / "guides"
 INDEX = "model.safetensors.index.json"
 NAN, INF = float("nan"), float("inf")
-# Values that no field of config.json may have.
+# Values that are invalid for every field of config.json.
 NEVER = [NAN, INF, -INF, 10**40, -1.5, "x" * 9000, "\ud800", [[["x"]]], [None]]
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-# Fields that are read, with further values that they may not have.
+# Fields that are read, with further invalid values.
 FIELDS = {
     **{size: [None, True, 0, 2**31, 0.5, {}] for size in SIZES},
     **{size: [True, 0, 2**31, 2**63] for size in ("num_key_value_heads", "head_dim")},
@@ -60,7 +60,7 @@ def test_a_field_of_config_json_of_another_type_or_range(field):
     for value in [*NEVER, *FIELDS[field]]:
         message = refusal(model_keys, data | {"use_sliding_window": True, field: value}, "config.json")
         assert message.startswith("config.json: ")
-        told = (field, "RoPE of kind", "rope_type", "layers of kinds")
+        told = (field, "RoPE type", "rope_type", "layers of kinds")
         assert any(words in message for words in told), value
     assert "values that are not allowed in config.json:" in refusal(model_keys, data | {field: 10**40}, "config.json")
 
@@ -93,17 +93,17 @@ def test_rope_of_a_type_without_any_length_is_refused():
 def test_many_layers_are_not_counted_out():
     data = hf_config(config_of(decoder_block="mistral", **FAMILIES["mistral"])) | {"num_hidden_layers": 4096}
     assert model_keys(data, "config.json")["base_num_decoder_layers"] == 4096
-    data["num_hidden_layers"] = 4097  # a model of more of them takes minutes
+    data["num_hidden_layers"] = 4097  # a model with more layers takes minutes
     assert "num_hidden_layers=4097, not an integer in [1, 4096]" in refusal(model_keys, data, "config.json")
 
 
 def test_layers_whose_kinds_repeat_late_are_refused():
-    """Those of a period are compiled one by one."""
+    """The layers of a period are compiled one by one."""
     said = {"model_type": "gemma3_text", "sliding_window": 16, "num_hidden_layers": 65, "query_pre_attn_scalar": 16}
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     said |= sizes | {"vocab_size": 64, "head_dim": 16, "rms_norm_eps": 1e-6, "max_position_embeddings": 64}
     kinds = ["sliding_attention"] * 64 + ["full_attention"]
-    assert "65 layers until their kinds repeat" in refusal(model_keys, said | {"layer_types": kinds}, "config.json")
+    assert "a pattern of 65 layers" in refusal(model_keys, said | {"layer_types": kinds}, "config.json")
     kinds = [*kinds[1:], kinds[1]]
     assert model_keys(said | {"layer_types": kinds}, "config.json")["sliding_window_pattern"] == 64
 
@@ -127,7 +127,7 @@ def test_json_that_is_none_or_nested_deeply(hugging_face, text):
 
 
 def test_json_that_python_can_read_but_not_show(hugging_face):
-    """Depths near the recursion limit: the reader needs less depth than the writer of the message."""
+    """Depths near the recursion limit: the reader needs less depth than the code that prints the message."""
     path = hugging_face / "config.json"
     for depth in (70, *range(850, 1000, 5)):
         path.write_text(f'{{"rms_norm_eps": {"[" * depth}{"]" * depth}}}')
@@ -217,7 +217,7 @@ def test_what_is_carried_over_is_of_its_type(value):
 
 @pytest.fixture
 def named_by_a_folder(tmp_path, monkeypatch):
-    """A module that must not be imported, and a folder with exported parameters whose config.yml names it."""
+    """Returns a module that must not be imported, and a folder with parameters whose config.yml names it."""
     shutil.copy(GUIDES / "team_block.py", tmp_path / "a_strangers_block.py")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -239,7 +239,7 @@ def test_export_imports_no_module_that_only_the_folder_names(named_by_a_folder, 
     assert "code that a folder names runs only if you also name it" in error
     assert f"add {named_by_a_folder} to the command" in error
     assert "a_strangers_block" not in sys.modules
-    # It is accepted if the user names it. The tensors then do not fit.
+    # The module is accepted if the user names it. The tensors then do not fit.
     with pytest.raises(SystemExit):
         export.main([str(folder), str(tmp_path / "out"), "format=params", named_by_a_folder])
     assert "do not fit the configuration" in capsys.readouterr().err
@@ -273,10 +273,10 @@ def test_the_yml_of_the_folder_that_a_run_starts_from_is_data(tmp_path, monkeypa
         assert "compiled_trainstep_file=step.bin (theirs/config.yml:3)" in message
         load([theirs, f"{key}={path}", "decoder_block=a:B", "compiled_trainstep_file="])
         load([mine, f"{key}={path}"])
-    # Any folder may be named checkpoints; a run's checkpoints folder has folders with numbers.
+    # Any folder may be named checkpoints; a run's checkpoints folder has numbered folders.
     load([theirs, f"{key}=checkpoints/llama"])
     load([mine, f"{key}={tmp_path}/checkpoints/llama"])
-    # The setting still comes from that folder if a yml in between names it as parent.
+    # The setting still comes from that folder if an intermediate yml refers to its yml as the parent.
     Path("child.yml").write_text(f"base_config: {theirs}\n")
     assert "code that a folder names" in refusal(load, ["child.yml", f"{key}=theirs"])
     load([theirs])
@@ -284,7 +284,7 @@ def test_the_yml_of_the_folder_that_a_run_starts_from_is_data(tmp_path, monkeypa
 
 @pytest.mark.parametrize("words_", [["load_parameters_path=weights"], ["dataset_type=hf", "hf_path=."]])
 def test_a_yml_of_the_folder_that_one_works_in_may_name_code(tmp_path, monkeypatch, words_):
-    """Though the weights lie below it, or the folder is also the one that data are read from."""
+    """Even though the weights are in a subfolder, or data are read from the same folder."""
     project = tmp_path / "project"
     (project / "weights").mkdir(parents=True)
     (project / "mine.yml").write_text("base_config: base.yml\ndecoder_block: a:B\n")

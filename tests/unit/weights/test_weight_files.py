@@ -1,4 +1,4 @@
-"""Several files of weights in a Hugging Face directory: which are read, and contradictions between them."""
+"""Several weight files in a Hugging Face directory: which are read, and contradictions between them."""
 
 import json
 from pathlib import Path
@@ -37,8 +37,8 @@ def test_of_a_tensor_in_two_shards_that_of_the_index_is_read(tmp_path: Path):
     for other in (A["a"] + 1, A["a"].astype(np.float16), A["a"].view(np.int32), A["a"][:2]):
         message = refusal(shards(tmp_path, index, x=A, y=B | {"a": other}))
         assert message == (
-            f"{tmp_path / INDEX} and its files contradict each other:\n  a is another tensor in x.safetensors, which "
-            "the index names, than in y.safetensors"
+            f"{tmp_path / INDEX} and its files contradict each other:\n  a in y.safetensors differs from the one "
+            "in x.safetensors, which the index names"
         )
 
 
@@ -46,7 +46,7 @@ def test_an_index_that_does_not_list_what_its_files_have(tmp_path: Path):
     assert "\n  c is in y.safetensors, but not in the index" in refusal(
         shards(tmp_path, {"a": "x", "b": "y"}, x=A, y=B | C)
     )
-    # A tied head or a buffer may be in the index and in no file, and a buffer in a file alone.
+    # A tied head or buffer may be in the index but in no file, and a buffer may be in a file but not in the index.
     buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": A["a"]}
     assert model_tensors(shards(tmp_path, {"a": "y", "b": "y"}, x=A, y=B | buffer)).keys() == {"b"}
     assert refusal(shards(tmp_path, {"a": "x", "b": "y", "c": "x"}, x=A, y=B | C)).endswith(
@@ -84,7 +84,7 @@ def test_which_of_several_forms_is_read(tmp_path: Path):
     assert line()[0].endswith(", pytorch_model.bin")
     found = model_tensors(path)
     assert {tensor.path.name for tensor in found.values()} == {"model.safetensors"}
-    # An index that names model.safetensors beside other files is one form with it.
+    # An index that names model.safetensors and other files belongs with model.safetensors.
     index = dict.fromkeys(tensors, "model.safetensors") | {"a": "extra.safetensors"}
     save_file(A, path / "extra.safetensors")
     (path / INDEX).write_text(json.dumps({"weight_map": index}))

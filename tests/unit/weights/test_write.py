@@ -1,4 +1,4 @@
-"""Written checkpoints, from leaves that need no source."""
+"""Checkpoints written from leaves that need no source."""
 
 import dataclasses
 import json
@@ -35,7 +35,7 @@ from trainer.weights.params.write import target_dtype, write_params
 
 
 def leaves_of(params):
-    """Returns leaves of one part each, and for stacked leaves one part per layer."""
+    """Returns leaves: a stacked leaf has one part per layer, any other leaf has one part."""
     return {
         name: Leaf(
             value.shape,
@@ -125,7 +125,7 @@ def test_parameters_alone(tmp_path):
     assert_same(read(tmp_path, config), {name: value.astype(np.float32) for name, value in params.items()})
     source = open_source(str(tmp_path))
     assert source.about.fields == {"eos_token_id": 7}
-    # It contains only parameters: no step, no optimizer.
+    # The checkpoint contains only parameters: no step, no optimizer.
     headers = source._headers
     assert {name.removeprefix("params/") for name in headers} == params.keys()
     # config.yml defines the model by itself, and leaves data and mesh open.
@@ -153,7 +153,7 @@ def test_without_layouts_the_order_cannot_be_converted(tmp_path, monkeypatch):
     params = random_params(configs[0])
     write_params(tmp_path, configs[0], leaves_of(params), None)
     assert_same(read(tmp_path, configs[0]), params)
-    message = "saved with rope_interleave=False, and rope_interleave=True is given: .*mine:family declares no Layouts"
+    message = "saved with rope_interleave=False, but rope_interleave=True is given: .*mine:family declares no Layouts"
     with pytest.raises(UserError, match=message):
         read(tmp_path, configs[1])
 
@@ -200,7 +200,7 @@ def test_a_key_that_the_user_gives_may_say_another_function(tmp_path):
     given = {"rope_max_timescale"}
     result = load_parameters(str(tmp_path), other, abstract_of(other, "float32"), lines.append, given)
     assert_same(names_of(result), params)
-    assert lines == [f"{tmp_path} says rope_max_timescale=10000; rope_max_timescale=7 was given and takes precedence"]
+    assert lines == [f"{tmp_path} has rope_max_timescale=10000; rope_max_timescale=7 was given and takes precedence"]
 
 
 def test_parameters_alone_load_sharded(tmp_path):

@@ -1,1 +1,1 @@
-"""A file for each capability: its keys, their checks, and the other settings under which they have no effect."""
+"""One file per capability, with its keys, their checks, and the settings under which they have no effect."""

@@ -1,4 +1,4 @@
-"""The rows and checks of all capabilities. List each file of this package here, in the order of its messages."""
+"""The rows and checks of all capabilities. Every file must be listed here; the order is that of error messages."""
 
 import importlib
 
@@ -20,12 +20,12 @@ INERT_HERE: tuple[Inert, ...] = tuple(inert for file in _ALL for inert in getatt
 
 
 def keys_of(*resume: Resume) -> tuple[str, ...]:
-    """Returns the keys whose rows are in these classes."""
+    """Returns the keys whose rows have one of these `Resume` values."""
     return tuple(name for row in ROWS if row.resume in resume for name in row.names)
 
 
 def paths_of(*places: Place) -> tuple[str, ...]:
-    """Returns the path keys whose values may lead to one of `places`."""
+    """Returns the keys whose values are paths in one of `places`."""
     return tuple(name for row in ROWS if row.path in places for name in row.names)
 
 

@@ -1,4 +1,4 @@
-"""Checks of the keys of supervised fine-tuning and chat templates, and the commands that train on other records."""
+"""Checks of the keys of supervised fine-tuning and chat templates, and the command for each training method."""
 
 import re
 from collections.abc import Sequence
@@ -24,13 +24,13 @@ SFT_DEFAULTS = {"use_sft": True, "grain_packing_type": "best_fit", "use_truncati
 
 
 def other_command(config: Config, own: str = "", *, distills: bool = False) -> str | None:
-    """Returns why a configuration is not for the command with the key `own` ("": trainer.train); None if it is.
+    """Returns why a configuration requires another command than that of the key `own` ("": trainer.train), or None.
     `distills`: whether the command is trainer.distill, which trains on the records of `own`."""
     if config.use_distill and not distills:
-        return f"use_distill=true: distillation is another command: python -m {DISTILL}, same words"
+        return f"use_distill=true: distillation is another command: run python -m {DISTILL} with the same arguments"
     for key, (command, what) in METHODS.items():
         if config[key] and key != own:
-            return f"{key}=true: {what} is another command: python -m {command}, same words"
+            return f"{key}=true: {what} is another command: run python -m {command} with the same arguments"
     if own and not config[own]:
         return f"{own}=false: {METHODS[own][0]} is for {METHODS[own][1]}; trainer.train trains on documents"
     return None
@@ -53,7 +53,7 @@ ROWS = (
     Row(("formatting_func_path",), step=False, code=True),
 )
 CHECKS: tuple[Check, ...] = (
-    refused(tuple(METHODS), lambda c: sum(c[key] for key in METHODS) > 1, "a run trains in one of these ways"),
+    refused(tuple(METHODS), lambda c: sum(c[key] for key in METHODS) > 1, "a run uses only one of these methods"),
     refused(
         ("chat_template", "chat_template_path"),
         lambda c: c.chat_template and c.chat_template_path,
@@ -62,26 +62,26 @@ CHECKS: tuple[Check, ...] = (
     refused(
         ("chat_template",),
         lambda c: c.chat_template and "{{" not in c.chat_template and "{%" not in c.chat_template,
-        "no template; name its file with chat_template_path",
+        "this is not a template; give a template's file with chat_template_path",
     ),
     (("formatting_func_path",), lambda c: functions_problem([*filter(None, [c.formatting_func_path])])),
 )
 
 
 def columns_problem(config: Config, key: str) -> str | None:
-    """Returns why the columns cannot contain documents, or conversations with use_sft; None if they can."""
+    """Returns why the columns cannot contain the records of the training method; None if they can."""
     columns = config[key]
     if has_rollouts(config):
         named = columns and all(columns) and len(set(columns)) == len(columns)
-        return None if named else "must be the column of prompts, and those that reward functions read, each once"
+        return None if named else "must be the prompts' column and the columns for reward functions, without repetition"
     if config.use_sft and config.formatting_func_path:
         return None if columns and all(columns) else "must be the columns that the function reads"
     said = [column for column in columns if not config.use_sft or column != TOOLS]
     if len(said) in (1, 2) and all(said):
         return None
     if config.use_sft:
-        return f"must be one column of messages, or two: a prompt and its completion; and, if there are any, {TOOLS}"
-    return "must be one column, or two: a prompt and its completion"
+        return f"must be one column of messages, or two (prompts and completions), and optionally the column {TOOLS}"
+    return "must be one column, or two: prompts and completions"
 
 
 def not_conversations(config: Config) -> list[str]:
@@ -97,14 +97,14 @@ def not_texts(config: Config, what: str, example: str) -> list[str]:
     lines = []
     if config.dataset_type in ("stdlib", "synthetic"):
         lines.append(
-            f"dataset_type={config.dataset_type} has no {what}; take grain, hf or tfds, such as "
+            f"dataset_type={config.dataset_type} has no {what}; use grain, hf or tfds, such as "
             f"dataset_type=grain grain_file_type=jsonl grain_train_files={example}"
         )
     elif token_files(config) or (config.dataset_type == "grain" and config.grain_file_type == "text"):
-        lines.append(f"grain_file_type={config.grain_file_type} has no {what}; take jsonl, parquet or arrayrecord")
+        lines.append(f"grain_file_type={config.grain_file_type} has no {what}; use jsonl, parquet or arrayrecord")
     else:
         lines += [
-            f"{key}=false: {what} are text, which a template and the tokenizer make to tokens; set {key}=true"
+            f"{key}=false: {what} are text, which a template and the tokenizer convert to tokens; set {key}=true"
             for key in ("tokenize_train_data", "tokenize_eval_data")
             if not config[key]
         ]

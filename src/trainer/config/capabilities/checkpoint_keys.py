@@ -32,9 +32,9 @@ def _best(config: Config) -> str | None:
 
 def _best_metric(config: Config) -> str | None:
     if not re.fullmatch(r"(min|max):\S+", config.keep_best_metric):
-        return "must be min: or max: and a field of an evaluation, such as min:eval_loss or max:TASK/exact_match"
+        return "must be min: or max:, then a field of an evaluation, such as min:eval_loss or max:TASK/exact_match"
     if config.keep_best_checkpoints and best_of_tasks(config) and not config.eval_tasks:
-        return "is the score of a task, and eval_tasks names none"
+        return "is a task's score, but eval_tasks is empty"
     return None
 
 
@@ -51,7 +51,7 @@ CHECKS: tuple[Check, ...] = (
     (("max_num_checkpoints_to_keep",), _checkpoints_to_keep),
     (("keep_best_checkpoints", "keep_best_metric", "checkpoint_period", "eval_interval", "eval_tasks_interval"), _best),
     (("keep_best_metric", "eval_tasks"), _best_metric),
-    # With enable_lora, the state contains the adapters; load_parameters_path leads to the base, which may have moved.
+    # With enable_lora, both are allowed: the state contains only adapters, and load_parameters_path locates the base.
     refused(
         ("load_parameters_path", "load_full_state_path"),
         lambda c: c.load_parameters_path and c.load_full_state_path and not c.enable_lora,

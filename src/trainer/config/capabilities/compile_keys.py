@@ -25,7 +25,7 @@ CHECKS: tuple[Check, ...] = (
     refused(
         ("compile_topology", "compiled_trainstep_file"),
         lambda c: c.compile_topology.partition("-")[0] in GPUS and c.compiled_trainstep_file,
-        "a step that was compiled for GPUs without one is not saved: none has been loaded on a GPU yet, where its "
-        "kernels could be wrong or slow; leave compiled_trainstep_file out",
+        "a step compiled for GPUs without a GPU is not saved: loading such a step is untested, and its kernels could "
+        "be wrong or slow; leave compiled_trainstep_file out",
     ),
 )

@@ -16,7 +16,7 @@ KEYS = ("context_parallel_strategy", "context_parallel_load_balance", "context_p
 AXES = CONTEXT, ULYSSES = "context", "context_usp_ulysses"  # mesh axes; the first is the outer axis
 SIZES = tuple(keys[axis] for axis in AXES for keys in (ICI, DCN))
 CHUNKS = "dual_chunk_swap"
-# The logical axes of a row's tokens. In attention no other mesh axis may split them.
+# The logical axes of a row's tokens in attention. Only the mesh axes AXES may shard them.
 IN_ATTENTION = ("activation_q_length", "activation_kv_length")
 LENGTHS = ("activation_length", *IN_ATTENTION, "activation_norm_length")
 IN_ORDER = "set context_parallel_load_balance=false"
@@ -33,13 +33,13 @@ def splits_rows(config: Config) -> bool:
 
 
 def token_order(config: Config) -> tuple[str, int] | None:
-    """Returns the order in which tokens are split (`dual_chunk_swap` or `striped`) and the number of devices; see
-    `ops.order`. None: the tokens stay in order."""
+    """Returns how tokens are reordered before they are split (`dual_chunk_swap` or `striped`, see `ops.order`), and the
+    number of devices. None: the tokens are not reordered."""
     n = _size(config, CONTEXT)
     # ulysses splits heads, which all need the same work.
     if n == 1 or not config.context_parallel_load_balance or config.context_parallel_strategy == "ulysses":
         return None
-    # Stripes balance packed rows, too, but compute more: docs/benchmarks/context.md.
+    # `striped` balances packed rows, too, but computes more: docs/benchmarks/context.md.
     return CHUNKS if config.context_parallel_reorder_strategy == "auto" else config.context_parallel_reorder_strategy, n
 
 
@@ -73,7 +73,7 @@ def _length(config: Config) -> str | None:
         return None
     most = [shown for count, shown in unmet.items() if all(other % count for other in unmet if other != count)]
     nearest = multiples_around(length, math.lcm(*wholes))
-    return f"a row is cut into equal parts, {' and '.join(most)}; nearest: {nearest}"
+    return f"a row must divide into equal parts: {' and '.join(most)}; nearest: {nearest}"
 
 
 def _heads(config: Config) -> str | None:
@@ -136,22 +136,22 @@ _OF_ORDER: tuple[Check, ...] = (
     refused(
         ("decoder_block",),
         lambda c: facts_of(c) is None,
-        f"a block of your own may mix tokens in the order in which they lie, which is not theirs; {IN_ORDER}",
+        f"a custom block may mix tokens in storage order, which is not their order in the text; {IN_ORDER}",
     ),
     refused(
         ("enable_dropout", "dropout_rate", "attention_dropout_rate"),
         has_dropout,
-        f"what is dropped is drawn by a token's place in the row, and reordered tokens have others; {IN_ORDER}",
+        f"dropout is drawn by a token's position in the row, which reordering changes; {IN_ORDER}",
     ),
     refused(
         ("bwd_stochastic_rounding",),
         rounds,
-        f"rounding draws by a token's place in the row, and reordered tokens have others; {IN_ORDER}",
+        f"rounding is drawn by a token's position in the row, which reordering changes; {IN_ORDER}",
     ),
     refused(
         ("mtp_eval_target_module",),
         lambda c: c.mtp_eval_target_module and c.eval_interval > 0,
-        f"the acceptance rate compares a token with the one before it in the row, which is elsewhere; {IN_ORDER}",
+        f"the acceptance rate compares a token with its predecessor, which reordering has moved; {IN_ORDER}",
     ),
 )
 CHECKS: tuple[Check, ...] = (*only_if(splits_rows, _OF_PARTS), *only_if(token_order, _OF_ORDER))
@@ -171,7 +171,7 @@ INERT = (
     Inert(
         ("context_parallel_load_balance", "context_parallel_reorder_strategy"),
         _one_size(CONTEXT),
-        f"only over the mesh axis {CONTEXT}, which has one device",
+        f"it applies only to the mesh axis {CONTEXT}, which has one device",
     ),
     Inert(
         ("context_parallel_reorder_strategy",),

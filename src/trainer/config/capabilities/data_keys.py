@@ -44,11 +44,12 @@ _WEIGHT = re.compile(r"[0-9./]{1,24}(e[+-]?[0-9]{1,2})?", re.IGNORECASE)
 
 
 def parse_mixture(files: str, config_path: Any) -> list[tuple[str, Fraction]]:
-    """Returns the globs and weights of grain_train_files or of the JSON file at `config_path`: a local path as text, or
-    an object with pathlib's `open`.
+    """Returns the globs and weights of `files`, or of the JSON file `config_path` if it is given.
 
-    grain_train_files is `glob`, `glob;glob` or `glob,weight;glob,weight`. The file is
-    {name: {"path": glob, "weight": number}}.
+    Args:
+      files: the value of grain_train_files: `glob`, `glob;glob` or `glob,weight;glob,weight`.
+      config_path: a local path as a string, or an object with pathlib's `open`. The file is
+        {name: {"path": glob, "weight": number}}.
 
     Raises:
       UserError: the text or the file is malformed.
@@ -114,7 +115,7 @@ def _passes(config: Config) -> str | None:
     elif has_rollouts(config) and config.num_batches > 0:
         why = "num_batches ends the run"
     elif config.dataset_type == "grain" and (config.grain_train_mixture_config_path or ";" in config.grain_train_files):
-        why = "each part of a mixture has passes of its own"
+        why = "each part of a mixture has its own passes"
     return why and f"{why}; leave it out, and give steps=N"
 
 
@@ -227,7 +228,7 @@ ROWS = (
     Row(("eval_split", "eval_data_columns", "tokenize_eval_data", "hf_eval_split"), Resume.AROUND, step=False),
     Row(("data_cache_directory", "prepared_path"), Resume.AROUND, step=False, path=Place.LOCAL),
     Row(("remote_copies_gib",), Resume.AROUND, step=False),
-    Row(("prepare_part_mib", "prepare_workers"), Resume.AROUND, step=False),  # a position identifies its rows
+    Row(("prepare_part_mib", "prepare_workers"), Resume.AROUND, step=False),  # the fingerprint detects changed rows
     Row(("grain_eval_files", "hf_eval_files"), Resume.AROUND, step=False, path=Place.DATA),
     Row(("eval_dataset_name",), Resume.AROUND, step=False, path=Place.ANY),
     Row(("num_epoch",), Resume.LENGTH, step=False),
@@ -237,7 +238,7 @@ CHECKS: tuple[Check, ...] = (
     refused(
         ("prepared_path", "data_pipeline"),
         lambda c: c.prepared_path and c.data_pipeline == "streaming",
-        "the rows are prepared; set data_pipeline=prepared",
+        "prepared_path contains prepared rows; set data_pipeline=prepared",
     ),
     refused(
         ("prepared_path", "use_grpo", "distill_rollouts"),
@@ -279,7 +280,7 @@ CHECKS: tuple[Check, ...] = (
     (("dataset_type", "vocab_size"), _trained_vocabulary),
     (
         ("dataset_type", "max_target_length"),
-        _stdlib("max_target_length", 16, "shorter rows would make millions of them"),
+        _stdlib("max_target_length", 16, "with shorter rows, there would be millions"),
     ),
 )
 
@@ -294,7 +295,7 @@ def data_not_asked_for(
     Args:
       where: the source of each key's value.
       changed: the keys that the user's yml or the command line gives.
-      maxtext_base: the file that is MaxText's base.yml, if there is one; its dataset_type counts as a default.
+      maxtext_base: the given file that is MaxText's base.yml, if any; its dataset_type counts as a default.
     """
     if where["dataset_type"] != DEFAULT:
         return []
@@ -349,7 +350,7 @@ INERT = (
     Inert(
         ("data_cache_directory",),
         lambda c: c.dataset_type == "synthetic" or c.prepared_path,
-        "dataset_type=synthetic and prepared_path store nothing",
+        "dataset_type=synthetic and prepared_path use no cache",
     ),
     *(Inert(keys, _other_type(kind), f"dataset_type is not {kind}") for kind, keys in OWN_KEYS.items()),
     Inert(("remote_copies_gib",), lambda c: not _remote_files(c), "no data files are named by URL"),
@@ -410,7 +411,8 @@ INERT = (
 
 
 def without_rows(words: Iterable[str]) -> dict[str, int]:
-    """Returns max_target_length for a command without rows, within the learned positions in `words`, key=value."""
+    """Returns a max_target_length that fits the learned positions, or {} if none is needed, for a command that makes no
+    rows. `words`: the command's arguments, key=value."""
     given = dict(word.partition("=")[::2] for word in words)
     positions, default = given.get("trainable_position_size", ""), schema().keys["max_target_length"].default
     if "max_target_length" in given or not positions.isdecimal():

@@ -1,4 +1,4 @@
-"""Checks of the keys of text generation, and settings without effect."""
+"""Checks of the keys of text generation, and the settings under which they have no effect."""
 
 from trainer.config.capabilities.latent_keys import is_latent
 from trainer.config.derived import has_rollouts
@@ -7,7 +7,7 @@ from trainer.config.key_rows import Check, Inert, Resume, Row, refused
 # The strategies that read each key.
 TOP_K, NUCLEUS = ("topk", "composite"), ("nucleus", "composite")
 OF_CACHE = ("kv_quant_axis", "kv_quant_dtype")
-# The keys that determine which tokens are drawn. With rollouts, drawing is a part of training.
+# The keys that determine which tokens are sampled. With rollouts, sampling is a part of training.
 DRAWN = (
     *("decode_sampling_strategy", "decode_sampling_temperature", "decode_sampling_top_k", "decode_sampling_nucleus_p"),
     *("decode_sampling_seed", "max_prefill_predict_length", "use_chat_template"),
@@ -41,7 +41,11 @@ CHECKS: tuple[Check, ...] = (
 )
 INERT = (
     Inert(("decode_sampling_top_k",), lambda c: c.decode_sampling_strategy not in TOP_K, "the strategy has no top k"),
-    Inert(("decode_sampling_nucleus_p",), lambda c: c.decode_sampling_strategy not in NUCLEUS, "no nucleus"),
+    Inert(
+        ("decode_sampling_nucleus_p",),
+        lambda c: c.decode_sampling_strategy not in NUCLEUS,
+        "the strategy has no nucleus",
+    ),
     Inert(
         ("decode_sampling_temperature", "decode_sampling_seed"),
         lambda c: c.decode_sampling_strategy == "greedy",

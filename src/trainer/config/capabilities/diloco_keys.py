@@ -14,8 +14,8 @@ class Schedule(NamedTuple):
 
     period: int  # steps between two synchronizations of the same fragment
     fragments: int
-    delay: int  # steps between a synchronization and the step after which islands take over its result
-    alpha: float  # the weight of an island's parameters when it takes over the outer parameters
+    delay: int  # steps from a synchronization until islands merge its result into their parameters
+    alpha: float  # the weight of an island's own parameters when it merges the outer parameters into them
     steps: int  # the number of steps; all fragments synchronize after the last one
 
     @property
@@ -24,7 +24,7 @@ class Schedule(NamedTuple):
         return self.period // self.fragments
 
     def offset(self, fragment: int) -> int:
-        """Returns the offset of `fragment`: it synchronizes after update t if t modulo the period equals the offset."""
+        """Returns the offset of `fragment`, which synchronizes after each update t with t % period == offset."""
         return fragment * self.period // self.fragments
 
     def synchronizes(self, fragment: int, updates: Any) -> Any:
@@ -36,9 +36,9 @@ class Schedule(NamedTuple):
         return any(self.synchronizes(fragment, updates) for fragment in range(self.fragments))
 
     def arrives(self, fragment: int, in_flight: Any, updates: Any) -> Any:
-        """Returns whether islands take over `fragment` after update number `updates`.
+        """Returns whether islands merge `fragment` into their parameters after update number `updates`.
 
-        `in_flight`: the number of the update that synchronized the fragment which islands are to take over; 0: none.
+        `in_flight`: the number of the update after which the fragment that is not merged yet synchronized; 0: none.
         """
         its = (in_flight > 0) & (in_flight % self.period == self.offset(fragment))
         return its & ((updates == in_flight + self.delay) | (updates == self.steps))
@@ -89,9 +89,10 @@ def _delay(config: Config) -> str | None:
     if not plan.delay or plan.delay < plan.spacing:
         return None
     return (
-        f"islands must take a fragment before the next one synchronizes: {counted(plan.fragments, 'fragment')} in "
-        f"{counted(plan.period, 'step')} can be {plan.period} // {plan.fragments} = {counted(plan.spacing, 'step')} "
-        f"apart, so num_communication_overlapping_steps must be less than {plan.spacing}"
+        "islands must merge a fragment before the next one synchronizes: "
+        f"{counted(plan.fragments, 'fragment')} in {counted(plan.period, 'step')} can be only "
+        f"{plan.period} // {plan.fragments} = {counted(plan.spacing, 'step')} apart, so "
+        f"num_communication_overlapping_steps must be less than {plan.spacing}"
     )
 
 
@@ -106,7 +107,7 @@ def _rules_of_islands(config: Config) -> str | None:
 
 
 _STREAMING = ("enable_streaming_diloco", "num_diloco_fragments", "diloco_sync_period")
-# The keys that determine when fragments synchronize, which layers they have, and when islands take them over.
+# The keys that determine when fragments synchronize, and when and how islands merge them.
 _OF_STREAMING = ("num_diloco_fragments", "num_communication_overlapping_steps", "communication_overlapping_alpha")
 ROWS = (
     Row(
@@ -124,12 +125,12 @@ CHECKS: tuple[Check, ...] = (
     refused(
         ("enable_diloco", "ema_decay"),
         lambda c: c.enable_diloco and c.ema_decay,
-        "with DiLoCo evaluation and export use the outer parameters, an average of islands; set ema_decay=0",
+        "with DiLoCo, evaluation and export use the outer parameters, an average over islands; set ema_decay=0",
     ),
     refused(
         ("enable_diloco", "enable_streaming_diloco"),
         lambda c: c.enable_streaming_diloco and not c.enable_diloco,
-        "streaming is a kind of DiLoCo; set enable_diloco=true too",
+        "streaming requires DiLoCo; set enable_diloco=true, too",
     ),
     ((*_STREAMING, "base_num_decoder_layers"), _fragments),
     ((*_STREAMING, "num_communication_overlapping_steps"), _delay),

@@ -17,12 +17,12 @@ _SCHEDULES = ("distill_alpha", "distill_temperature")
 def _overrides(config: Config) -> str | None:
     for name in config.teacher_overrides:
         if name == "load_parameters_path":
-            return f"{name} is the student's; the teacher's is teacher_path"
+            return f"{name} is a key of the student; the teacher's key is teacher_path"
         if name in SHARED:
-            return f"{name} has the same value for student and teacher; set it outside"
+            return f"{name} has the same value for student and teacher; set it outside of teacher_overrides"
         key = schema().keys.get(name)
         if name == "mtp_num_layers" or key is None or (key.section != "Model" and name != "model_name"):
-            return f"{name} is no key of the teacher's model (python -m trainer.train --help Model)"
+            return f"{name} is not a key of the teacher's model (python -m trainer.train --help Model)"
     return None
 
 
@@ -30,7 +30,7 @@ def _end(key: str) -> Check:
     def problem(config: Config) -> str | None:
         if config[f"{key}_schedule"] == "constant" or config[f"{key}_end"] is not None:
             return None
-        return f"name the value at the end, as in {key}_end={config[key]}"
+        return f"set the value at the end, as in {key}_end={config[key]}"
 
     return (f"{key}_schedule", f"{key}_end"), problem
 
@@ -81,32 +81,34 @@ _WITH_TEACHER: tuple[Check, ...] = (
     refused(
         ("distill_alpha", "distill_alpha_schedule"),
         lambda c: not c.distill_alpha and (c.distill_alpha_schedule == "constant" or not c.distill_alpha_end),
-        "nothing would be learned from the teacher; trainer.train trains without one",
+        "nothing would be learned from the teacher; to train without a teacher, use trainer.train",
     ),
     refused(
         (SAVED, "teacher_path", SAVE),
         lambda c: c[SAVED] and (c.teacher_path or c[SAVE]),
-        "a run trains from saved logits, or with a teacher; give one of them",
+        "a run uses either saved logits or a teacher; give only one of them",
     ),
-    refused((SAVE, "supervise"), lambda c: c[SAVE] and c.supervise, "only training is supervised"),
+    refused(
+        (SAVE, "supervise"), lambda c: c[SAVE] and c.supervise, "only training can be supervised; set supervise=false"
+    ),
     (("teacher_overrides",), _overrides),
     *map(_end, _SCHEDULES),
     refused(
         ("distill_loss", "distill_rollouts"),
         lambda c: samples_divergence(c) and not c.distill_rollouts,
-        "it is estimated from tokens that the student samples; set distill_rollouts=true, or take reverse_kl",
+        "this loss is estimated from tokens that the student samples; set distill_rollouts=true, or use reverse_kl",
     ),
 )
 _ON_ROLLOUTS: tuple[Check, ...] = (
     refused(
         (SAVE, SAVED),
         lambda c: c[SAVE] or c[SAVED],
-        "logits are saved for rows of data, and the student's own texts change in each round; leave it out",
+        "logits are saved for rows of data, but the student's own texts change in each round; leave it out",
     ),
     refused(
         ("use_sft",),
         lambda c: c.use_sft,
-        "rollouts begin with prompts; leave it out, and set use_chat_template=true for a chat",
+        "rollouts begin with prompts; leave out use_sft, and set use_chat_template=true for a chat",
     ),
     refused(
         ("distill_alpha", "distill_alpha_schedule", "distill_rollouts_share"),
@@ -116,7 +118,7 @@ _ON_ROLLOUTS: tuple[Check, ...] = (
     refused(
         ("distill_loss", "distill_rollouts_share"),
         lambda c: samples_divergence(c) and c.distill_rollouts_share < 1,
-        "the student does not sample the tokens of the data; take reverse_kl, or set distill_rollouts_share=1",
+        "the student does not sample the tokens of the data; use reverse_kl, or set distill_rollouts_share=1",
     ),
     refused(
         ("distill_loss", "distill_temperature", "distill_temperature_schedule", "decode_sampling_temperature"),
@@ -124,7 +126,7 @@ _ON_ROLLOUTS: tuple[Check, ...] = (
             samples_divergence(c)
             and (c.distill_temperature, c.distill_temperature_schedule) != (c.decode_sampling_temperature, "constant")
         ),
-        "tokens are sampled at decode_sampling_temperature; set distill_temperature, constant, to the same",
+        "tokens are sampled at decode_sampling_temperature; use the same, constant distill_temperature",
     ),
 )
 CHECKS: tuple[Check, ...] = (

@@ -1,4 +1,4 @@
-"""The number of documents that share a row of training data. Kernels that know it need less memory and time."""
+"""The number of documents that share a row of training data. It lets kernels save memory and time."""
 
 from trainer.config.capabilities.token_keys import most_segments, token_files
 from trainer.config.derived import has_rollouts
@@ -13,8 +13,11 @@ OF_ROWS = (
 
 
 def most_documents(config: Config) -> int | None:
-    """Returns the maximum number of documents in a row of the data of `config`. 0: each row is one document without
-    padding, except perhaps the last row of the data. None: unknown before the rows are made."""
+    """Returns the maximum number of documents in a row of the data of `config`.
+
+    0 means that each row is one document without padding, except perhaps the last row of the data. None means that the
+    maximum is unknown until the rows are made.
+    """
     if has_rollouts(config):
         return None
     if token_files(config):

@@ -1,4 +1,4 @@
-"""Keys for evaluation in training."""
+"""Keys for evaluation during training."""
 
 from trainer.config.key_rows import Inert, Resume, Row
 

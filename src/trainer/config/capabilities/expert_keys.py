@@ -1,4 +1,4 @@
-"""Keys of mixtures of experts: what they select, and their checks."""
+"""Keys of mixtures of experts, the features that they select, and their checks."""
 
 from trainer.config.family import facts_of, lacks, readers, reads
 from trainer.config.key_rows import Check, Inert, Resume, Row, refused
@@ -13,7 +13,7 @@ SIGMOID = "sigmoid"
 
 
 def has_experts(config: Config) -> bool:
-    """Whether the model has experts. Custom families that read these keys count, too."""
+    """Whether the model has experts. Also true for custom families with num_experts > 1."""
     return config.num_experts > 1
 
 
@@ -65,7 +65,7 @@ def sends(config: Config) -> bool:
 
 def _family(config: Config) -> str | None:
     if some_experts(config):
-        return None if has_experts(config) else "this family has experts, at least 2 of them"
+        return None if has_experts(config) else "this family has experts; num_experts must be at least 2"
     if has_experts(config) and lacks(config, "num_experts"):
         return f"this family has no experts; families with experts: {readers('num_experts')}"
     return None
@@ -79,9 +79,7 @@ def _interleaved(config: Config) -> str | None:
     if (config.base_num_decoder_layers - first) % config.interleave_moe_layer_step == 0:
         return None
     after = f" after the first {first}" if first else ""
-    return (
-        f"the number of layers{after} must be a multiple of it: one of {config.interleave_moe_layer_step} has experts"
-    )
+    return f"the number of layers{after} must be a multiple of {config.interleave_moe_layer_step}"
 
 
 def _routing_groups(config: Config) -> str | None:
@@ -91,11 +89,11 @@ def _routing_groups(config: Config) -> str | None:
     if experts % groups:
         return f"num_experts={experts} must be a multiple of the number of groups"
     if not 1 <= kept <= groups:
-        return f"of {groups} groups a token can choose 1 to {groups}"
+        return f"a token can choose 1 to {groups} of the {groups} groups"
     if kept * (experts // groups) < config.num_experts_per_tok:
-        return f"{kept} groups have {kept * (experts // groups)} experts, and a token chooses more"
+        return f"{kept} groups have {kept * (experts // groups)} experts, but a token chooses more"
     if scores_by_sigmoid(config) or not reads(config, "routed_score_func"):
-        return "a group counts as its two best experts and has only one" if experts == groups else None
+        return "a group is scored by its two best experts, but has only one" if experts == groups else None
     if config.norm_topk_prob:
         return "with softmax scores, groups do not support norm_topk_prob=true"
     return None
@@ -103,7 +101,7 @@ def _routing_groups(config: Config) -> str | None:
 
 def _score(config: Config) -> str | None:
     if scores_by_sigmoid(config) and some_experts(config) and lacks(config, "routed_score_func"):
-        return f"this family scores experts by a softmax; with sigmoids: {readers('routed_score_func')}"
+        return f"this family scores experts by a softmax; families with sigmoids: {readers('routed_score_func')}"
     return None
 
 
@@ -111,9 +109,9 @@ def _bias(config: Config) -> str | None:
     if not config.routed_bias:
         return None
     if lacks(config, "routed_bias"):
-        return f"routers of this family have no bias; with one: {readers('routed_bias')}"
+        return f"routers of this family have no bias; families with one: {readers('routed_bias')}"
     if not scores_by_sigmoid(config) and reads(config, "routed_bias"):
-        return f"a bias is added to sigmoid scores: give routed_score_func={SIGMOID}"
+        return f"a bias requires sigmoid scores; set routed_score_func={SIGMOID}"
     return None
 
 
@@ -137,7 +135,7 @@ CHECKS: tuple[Check, ...] = (
     refused(
         ("num_experts_per_tok", "num_experts"),
         lambda c: c.num_experts_per_tok > c.num_experts,
-        "a token cannot choose an expert twice: there are fewer experts than it chooses",
+        "a token cannot choose an expert twice, so it cannot choose more experts than there are",
     ),
     refused(
         ("decoder_block", "base_moe_mlp_dim"),
@@ -163,7 +161,7 @@ INERT = (
     Inert(
         ("norm_topk_prob",),
         lambda c: some_experts(c) and not reads(c, "norm_topk_prob"),
-        "this family has one way to weight a token's experts",
+        "this family has only one way to weight a token's experts",
     ),
     Inert(
         ("ragged_buffer_factor",),

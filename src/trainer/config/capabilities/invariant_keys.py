@@ -1,4 +1,4 @@
-"""The key for results that do not depend on the batch, bit for bit (`batch_invariant`), and its checks."""
+"""The key `batch_invariant`, which makes results independent of the batch, bit for bit, and its checks."""
 
 from collections.abc import Mapping
 from platform import machine
@@ -10,18 +10,18 @@ from trainer.config.key_rows import Check, left_out, only_if, refused
 from trainer.config.keys import Config
 
 OP = "invariant"
-OF_BITS = ("dtype", "scan_layers")  # the values that generation must share with training
+OF_BITS = ("dtype", "scan_layers")  # keys that must have the same value in generation and training
 QUERIES = 64  # the rows of a matrix product, and the queries of an attention block, are a multiple of this number
-COLUMNS = 16  # the minimum columns of a product: with fewer, 64 rows are multiplied in a different way than more rows
+COLUMNS = 16  # the minimum columns of a product: with fewer, products of 64 rows and of more rows sum differently
 TILE = 128  # attention sums keys in tiles of this many tokens, at the same positions of a sequence in all programs
 
-_WHOLE = ("diloco", "data", "fsdp")  # mesh axes that do not split rows, and whose devices gather whole matrices
+_WHOLE = ("diloco", "data", "fsdp")  # mesh axes over which each device has whole rows and multiplies whole matrices
 
 
 def _why_not(axis: str) -> str:
     """Returns why a mesh axis must have one device."""
     parts = "each device must have whole rows and whole matrices"
-    return f"{'bits of a pipeline are not proved' if axis == 'stage' else parts}; use data and fsdp"
+    return f"{'bitwise equality is not verified for pipelines' if axis == 'stage' else parts}; use data and fsdp"
 
 
 def _one_device(key: str, why: str) -> Check:
@@ -33,7 +33,7 @@ _ALL = (
     refused(
         ("attention",),
         lambda c: c.attention not in ("autoselected", OP),
-        f"it has an attention op of its own, {OP}",
+        f"only the attention op {OP} is batch-invariant; leave attention out",
     ),
     refused(
         ("enable_dropout", "dropout_rate", "attention_dropout_rate"),
@@ -45,21 +45,21 @@ _ALL = (
         drops,
         "which tokens are dropped depends on the batch; set sparse_matmul=true",
     ),
-    refused(("decoder_block",), lambda c: facts_of(c) is None, "the bits of your own blocks are not known"),
+    refused(("decoder_block",), lambda c: facts_of(c) is None, "bitwise equality is not verified for custom blocks"),
     refused(
         ("decoder_block",),
         lambda c: (facts := facts_of(c)) is not None and facts.recurrent,
-        "a recurrent state sums tokens in chunks that begin with each call, not at fixed positions",
+        "a recurrent state sums tokens in chunks that begin where a call begins, not at fixed positions",
     ),
     refused(
         ("prefill_chunk_size",),
         lambda c: c.prefill_chunk_size % QUERIES,
         f"chunks must be a multiple of {QUERIES} tokens",
     ),
-    left_out("quantization", "bits of quantized products are not proved"),
-    left_out("quantize_kvcache", "training has no cache in 8 bits"),
-    left_out("weight_sparsity_m", "bits of masked products are not proved"),
-    left_out("lora_weight_qtype", "bits of quantized products are not proved"),
+    left_out("quantization", "bitwise equality is not verified for quantized products"),
+    left_out("quantize_kvcache", "training has no 8-bit cache"),
+    left_out("weight_sparsity_m", "bitwise equality is not verified for masked products"),
+    left_out("lora_weight_qtype", "bitwise equality is not verified for quantized products"),
     *(_one_device(keys[axis], _why_not(axis)) for keys in (ICI, DCN) for axis in keys if axis not in _WHOLE),
 )
 
@@ -74,10 +74,10 @@ def split_on(values: Config, mesh: Mapping[str, int]) -> list[str]:
 
 
 def compiler_options(config: Config, platform: str) -> dict[str, str]:
-    """Returns the options with which XLA compiles training and generation for `platform`; {} without the key.
+    """Returns the XLA compiler options of training and generation for `platform`; {} with batch_invariant=false.
 
-    XLA's CPU backend passes sums of enough elements, and the operations around the sums, to a library that sums in
-    another order. With the option, the library computes only products.
+    By default, XLA's CPU backend passes large sums, with the operations around them, to a library that sums in another
+    order. With the returned option, the library computes only matrix products.
     """
     if not config.batch_invariant or platform != "cpu":
         return {}
@@ -85,7 +85,7 @@ def compiler_options(config: Config, platform: str) -> dict[str, str]:
 
 
 def unchecked(config: Config, platform: str) -> str:
-    """Returns a note if bits have not been compared on the platform; otherwise ""."""
+    """Returns a note if bitwise equality has not been verified on `platform`; otherwise ""."""
     if not config.batch_invariant or (platform == "cpu" and _is_x86()):
         return ""
     where = f"{platform} of {machine()}" if platform == "cpu" else platform

@@ -28,18 +28,18 @@ class Kernel:
     soft_cap: bool = True
     window: bool = True
     sinks: bool = True  # supports a learned logit per head in addition to the keys' logits
-    unequal_widths: bool = True  # supports values of another width than the keys, as in multi-head latent attention
+    unequal_widths: bool = True  # supports values and keys of different widths, as in multi-head latent attention
     segments: bool = True  # supports packed rows, whose documents do not attend to each other
-    documents: int | None = 0  # most documents per row that it reads as lengths (`capabilities.documents`); None: any
+    documents: int | None = 0  # maximum number of documents per row that it can read as lengths; None: any number
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     length_multiple: int = 1
     head_dim_multiple: int = 1
     head_dim_most: int | None = None
-    # Whether it runs per device on local rows and heads: rows must be unsharded, except by a `Strategy`, and query
-    # heads must be sharded like their kv_heads.
+    # Whether it runs per device on local rows and heads. If so, only a `Strategy` may shard rows, and query heads must
+    # be sharded like kv heads.
     per_device: bool = False
     over_cache: bool = False  # supports queries and keys at different positions, as in decoding
-    further_widths: tuple[tuple[int, int], ...] = ()  # of keys and values, in addition to widths up to head_dim_most
+    further_widths: tuple[tuple[int, int], ...] = ()  # (keys, values), in addition to head_dim_most
     # The fields that differ on some GPUs, by the major version of their compute capability.
     by_capability: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
 
@@ -54,9 +54,9 @@ KERNELS = {
     "blockwise": Kernel(),
     "invariant": Kernel(dropout=False, over_cache=True),
     "splash": Kernel(platforms=("tpu",), dropout=False, length_multiple=128, per_device=True),
-    # Segments may reach cuDNN as a bias, and the backward pass of a bias needs an even length. Widths are those that
-    # the backward pass in cuDNN's frontend supports (node/sdpa_support_surface.h). A soft cap would be a score
-    # function, which cuDNN cannot combine with a causal mask or lengths.
+    # Segments may be passed to cuDNN as a bias, and the backward pass of a bias needs an even length. The backward pass
+    # in cuDNN's frontend limits the widths (node/sdpa_support_surface.h). A soft cap would be a score function, which
+    # cuDNN cannot combine with a causal mask or lengths.
     "cudnn_flash_jax": Kernel(
         platforms=("gpu",),
         dropout=False,
@@ -82,15 +82,16 @@ class Strategy:
     """The attention features that are available if the tokens of a row are split over devices.
 
     Attributes:
-      kernels: the kernels for the exchanged keys and values. The exchange supports all features of a kernel.
-      whole_rows: whether each device then has all tokens of its rows, for a share of the heads.
+      kernels: the kernels that can process the exchanged keys and values. The exchange restricts none of a kernel's
+        features.
+      whole_rows: whether the exchange gives each device all tokens of its rows, for a part of the heads.
     """
 
     kernels: tuple[str, ...]
     whole_rows: bool = False
 
 
-# The values of `context_parallel_strategy`. A ring computes blockwise itself.
+# The values of `context_parallel_strategy`. Ring attention itself computes blockwise.
 STRATEGIES = {
     "all_gather": Strategy(("dot_product", "blockwise", "splash")),
     "ring": Strategy(("blockwise",)),
@@ -106,8 +107,8 @@ def choose_attention(
 ) -> tuple[str, list[str]]:
     """Returns the kernel that the key `attention` selects, and at most one message about an unsupported choice.
 
-    `values` is a configuration with a resolved dtype. An empty `mesh` skips the checks that depend on it. For
-    `capability` see `resolve`.
+    `values` is a configuration with a resolved dtype. An empty `mesh` skips the checks that depend on the mesh. For
+    `capability`, see `resolve.resolved`.
     """
     if values.batch_invariant:
         return OP, []
@@ -117,7 +118,7 @@ def choose_attention(
     name = FLASH[platform] if asked in ("autoselected", "flash") else asked
     if asked in ("autoselected", "flash") and strategy.kernels == ("blockwise",):
         name = "blockwise"
-    if asked == "autoselected":  # selects only kernels that have run on a card: docs/benchmarks/gpu.md
+    if asked == "autoselected":  # uses only features that have run on a GPU: docs/benchmarks/gpu.md
         return "blockwise" if _unmet(name, values, mesh, platform, None) else name, []
     if not (unmet := _unmet(name, values, mesh, platform, capability)):
         return name, []
@@ -127,14 +128,15 @@ def choose_attention(
 
 
 def read_documents(config: Config, capability: Capability | None) -> int | None:
-    """Returns the most documents in a row of the data that a kernel can read as lengths; None if it cannot."""
+    """Returns `most_documents` if the configured kernel can read that many documents per row as lengths; else None."""
     most, reads = most_documents(config), KERNELS[config.attention].on(capability).documents
     if most is None or (reads is not None and (not reads or most > reads)):
         return None
-    # With several documents, the kernel saves each head's statistics for each document, which takes more than a bias.
+    # With several documents, the kernel saves each head's statistics for each document. They may take more memory than
+    # a bias.
     if most > 1 and 2 * config.base_num_query_heads * (most + 1) > config.max_target_length:
         return None
-    return most if most < 2 or len(set(_widths(config).values())) == 1 else None  # one offset for keys and values
+    return most if most < 2 or len(set(_widths(config).values())) == 1 else None  # the kernel has one offset for both
 
 
 def why_no_kernel(config: Config, mesh: Mapping[str, int], platform: str, capability: Capability | None = None) -> str:
@@ -144,7 +146,7 @@ def why_no_kernel(config: Config, mesh: Mapping[str, int], platform: str, capabi
         return ""
     if here := _unmet(name, config, mesh, platform, capability):
         return f"{name} does not support {', '.join(here)}"
-    return f"{name} was never run with {', '.join(unmet)}; attention=flash takes it here"
+    return f"{name} has never been run with {', '.join(unmet)}; attention=flash uses it anyway"
 
 
 def _strategy(values: Config) -> Strategy:
@@ -158,7 +160,7 @@ def _strategy(values: Config) -> Strategy:
 def _unmet(
     name: str, values: Config, mesh: Mapping[str, int], platform: str, capability: Capability | None
 ) -> list[str]:
-    """Returns the settings in `values` that the kernel `name` does not support, including a split of rows."""
+    """Returns the settings in `values` that the kernel `name` does not support, including how rows are split."""
     kernels = _strategy(values).kernels
     over = (
         []

@@ -23,7 +23,7 @@ CHECKS: tuple[Check, ...] = (
     refused(
         ("base_num_query_heads", "base_num_kv_heads"),
         lambda c: is_latent(c) and c.base_num_query_heads != c.base_num_kv_heads,
-        "with attention_type=mla every head has its own keys and values; give both the same number",
+        "with attention_type=mla every head has its own keys and values; set both keys to the same number",
     ),
     refused(
         ("qk_rope_head_dim",),
@@ -38,8 +38,12 @@ CHECKS: tuple[Check, ...] = (
 )
 INERT = (
     Inert(LATENT, lambda c: not is_latent(c), "attention_type is not mla"),
-    Inert(("head_dim",), is_latent, "attention_type=mla has qk_nope_head_dim, qk_rope_head_dim and v_head_dim"),
-    Inert(("mscale",), lambda c: not is_latent(c) or c.rope_type != "yarn", "it needs attention_type=mla and yarn"),
+    Inert(("head_dim",), is_latent, "attention_type=mla reads qk_nope_head_dim, qk_rope_head_dim and v_head_dim"),
+    Inert(
+        ("mscale",),
+        lambda c: not is_latent(c) or c.rope_type != "yarn",
+        "it needs attention_type=mla and rope_type=yarn",
+    ),
     Inert(("rope_interleave",), is_latent, "attention_type=mla always rotates adjacent pairs"),
     Inert(("query_pre_attn_scalar", "local_rope_max_timescale"), is_latent, "attention_type=mla does not read it"),
 )

@@ -1,4 +1,4 @@
-"""The keys of the layers: positions, MLP, dropout, the loop over layers. Attention has its keys in `attention_keys`."""
+"""The keys of positions, the MLP, dropout and the loop over layers. `attention_keys` has the keys of attention."""
 
 import math
 
@@ -14,7 +14,7 @@ def _rotated(config: Config) -> str | None:
     rotated = int(config.head_dim * config.partial_rotary_factor)
     if config.partial_rotary_factor == 1 or (rotated >= 2 and rotated % 2 == 0):
         return None
-    return f"RoPE would rotate {rotated} entries of a head; it rotates pairs"
+    return f"RoPE would rotate {rotated} entries of a head; the number must be even, and at least 2"
 
 
 def _longrope(config: Config) -> str | None:
@@ -23,13 +23,13 @@ def _longrope(config: Config) -> str | None:
     pairs = int(config.head_dim * config.partial_rotary_factor) // 2
     for key in ("rope_short_factor", "rope_long_factor"):
         if len(config[key]) != pairs or not all(0 < factor < math.inf for factor in config[key]):
-            return f"with rope_type=longrope {key} has a positive number for each of the {pairs} pairs that are rotated"
+            return f"with rope_type=longrope {key} must have one positive number for each of the {pairs} rotated pairs"
     return None
 
 
 def _activations(config: Config) -> str | None:
     if len(config.mlp_activations) not in (1, 2):
-        return f"must have one, or two for a gated MLP; allowed: {', '.join(ACTIVATIONS)}"
+        return f"must be one activation, or two for a gated MLP; allowed: {', '.join(ACTIVATIONS)}"
     for name in config.mlp_activations:
         if name not in ACTIVATIONS:
             allowed = f"{', '.join(ACTIVATIONS)}{nearest(name, ACTIVATIONS)}"
@@ -59,13 +59,13 @@ CHECKS: tuple[Check, ...] = (
     refused(
         ("rope_factor", "original_max_position_embeddings"),
         lambda c: c.rope_type == "longrope" and not (c.rope_factor and c.original_max_position_embeddings > 1),
-        "with rope_type=longrope both must be given, and the original length is at least 2",
+        "with rope_type=longrope both must be given, and the original length must be at least 2",
     ),
     (("mlp_activations",), _activations),
     refused(
         ("trainable_position_size", "max_target_length"),
         lambda c: -1 != c.trainable_position_size < c.max_target_length,
-        "a row has more positions than the table",
+        "a row has more positions than the table; increase trainable_position_size",
     ),
 )
 INERT = (

@@ -5,7 +5,7 @@ import re
 from trainer.config.key_rows import Check, Inert, Place, Row, refused
 from trainer.config.keys import Config
 
-# The meaning of an empty lora_module_path: all matrices of the layers except routers.
+# An empty lora_module_path means all matrices of the layers except routers.
 LAYERS = r"decoder/(?!logits_dense/)(?!.*gate/kernel$).*"
 # The last part of the canonical names of an adapter's parameters.
 A, B = "lora_a", "lora_b"
@@ -26,7 +26,7 @@ def _pattern(config: Config) -> str | None:
 
 
 def _moved(key: str, reason: str) -> Check:
-    why = f"{reason}, and adapters leave the base as it is; leave out one of them"
+    why = f"{reason}, but adapters leave the base model unchanged; leave out one of them"
     return refused(("enable_lora", key), lambda c: c.enable_lora and c[key], why)
 
 
@@ -41,17 +41,17 @@ CHECKS: tuple[Check, ...] = (
     refused(
         ("lora_tile_size", "lora_weight_qtype"),
         lambda c: c.lora_weight_qtype == "nf4" and c.lora_tile_size % 2,
-        "two inputs share a byte of nf4, so their number must be even",
+        "two inputs share a byte of nf4, so lora_tile_size must be even",
     ),
     refused(
         ("lora_restore_path", "load_full_state_path"),
         lambda c: c.enable_lora and c.lora_restore_path and c.load_full_state_path,
-        "both give adapters; give only one of them",
+        "both load adapters; give only one of them",
     ),
     refused(
         ("enable_lora", "lora_weight_qtype", "quantization"),
         lambda c: c.enable_lora and c.lora_weight_qtype and c.quantization,
-        "both say how matrices are quantized; with checkpoint_is_quantized=true the checkpoint does",
+        "both quantize matrices; leave out lora_weight_qtype if the checkpoint is quantized, otherwise quantization",
     ),
     _moved("weight_sparsity_n", "masks make weights zero"),
     _moved("use_qk_clip", "it scales queries and keys"),

@@ -16,7 +16,7 @@ _SIZES = tuple(tuple(keys[axis] for axis in MESH_AXES if axis not in UNUSED_AXES
 def _open_axes(keys: Sequence[str]) -> Problem:
     def problem(config: Config) -> str | None:
         unknown = [key for key in keys if config[key] == -1]
-        return "only one of them may be -1, which takes the remaining devices" if len(unknown) > 1 else None
+        return "only one of them may be -1, which means all remaining devices" if len(unknown) > 1 else None
 
     return problem
 

@@ -16,7 +16,7 @@ CHECKS: tuple[Check, ...] = (
     refused(
         ("mtp_eval_target_module", "mtp_num_layers"),
         lambda c: c.mtp_eval_target_module > c.mtp_num_layers,
-        "there is no such module: they are counted from 1 to mtp_num_layers; 0 evaluates none",
+        "there is no such module: modules are numbered from 1 to mtp_num_layers; 0 evaluates none",
     ),
 )
 INERT = (Inert(("mtp_loss_scaling_factor",), lambda c: not c.mtp_num_layers, "mtp_num_layers=0"),)

@@ -15,12 +15,13 @@ _ADAM = ("adam_b1", "adam_b2", "adam_eps", "adam_eps_root", "adam_weight_decay",
 class Traits(NamedTuple):
     """The properties of an optimizer that the rest of the program uses."""
 
-    # The optimizer gets only these keys, so that its first test fails if the entry lacks a key.
+    # The optimizer gets only these keys, so a missing key makes its first test fail.
     reads: tuple[str, ...]
-    # The number of float32 moments per trained parameter. Adafactor's row and column sums, and second moments of only
-    # some parameters, do not count.
+    # The number of float32 moments per trained parameter. Does not count Adafactor's row and column sums, and moments
+    # that only some parameters have.
     full: int = 0
-    # The coefficient of the moment in `mu_dtype`. If it is 0, there is no such moment. None: the moment always exists.
+    # The key for the coefficient of the moment in `mu_dtype`; with a value of 0 there is no such moment. None: the
+    # moment always exists.
     momentum: str | None = None
 
 

@@ -1,4 +1,4 @@
-"""The keys of pipeline parallelism, their checks, and settings without effect."""
+"""The keys of pipeline parallelism, their checks, and the settings under which they have no effect."""
 
 from dataclasses import dataclass
 
@@ -26,7 +26,7 @@ KEYS = (
     *GATHERS,
 )
 # The leading axes of a pipeline's parameters (before the layers of a stage) and of its activations (before the batch),
-# each with its rule.
+# each with the sharding rule that it must have.
 OF_PIPELINE = {"circular_repeats": (), "stages": (STAGE,), "activation_stage": (STAGE,)}
 
 
@@ -34,16 +34,18 @@ OF_PIPELINE = {"circular_repeats": (), "stages": (STAGE,), "activation_stage": (
 class Pipeline:
     """How the layers of a stack run in a pipeline.
 
-    Microbatch m passes stage s for the r-th time in iteration r x microbatches + m + delay x s.
+    Stage s processes repeat r of microbatch m in iteration r x microbatches + m + delay x s; all counts start at 0.
 
     Attributes:
-      repeats: how many times a microbatch passes all stages.
+      repeats: how many times a microbatch passes through all stages.
       stages: the number of stages.
       layers: iterations of the stack's loop in each stage and repeat.
       microbatches: a multiple of `stages`.
-      delay: the number of iterations until the next stage has a result: 1 or 2.
-      scan, scan_layers: whether the loop over iterations, and the loop over a stage's layers, are rolled.
-      remat, remat_layers: whether an iteration of a stage, and each of its layers, is rematerialized.
+      delay: the number of iterations after which the next stage has a stage's result: 1 or 2.
+      scan: whether the loop over iterations is a scan; otherwise it is unrolled.
+      scan_layers: the same for the loop over a stage's layers.
+      remat: whether an iteration of a stage is rematerialized as a whole.
+      remat_layers: whether each layer of a stage is rematerialized.
       per_repeat: whether weights are all-gathered over fsdp once for each repeat.
     """
 
@@ -78,22 +80,22 @@ class Pipeline:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """The leading axes of the stack's parameters."""
+        """The sizes of the leading axes of the stack's parameters."""
         return self.repeats, self.stages, self.layers
 
 
 def stages(config: Config) -> int:
-    """Returns the number of stages; 1 without a pipeline. A number that is not known yet is less than 2."""
+    """Returns the number of stages; 1 without a pipeline. Less than 2 while a size of the mesh axis is still -1."""
     return int(config[ICI[STAGE]] * config[DCN[STAGE]])
 
 
 def delay(config: Config) -> int:
-    """Returns the number of iterations until the next stage has a result."""
+    """Returns the number of iterations after which the next stage has a stage's result."""
     return 2 if config.pipeline_delay_activation_forwarding else 1
 
 
 def microbatches(config: Config) -> int:
-    """Returns the number of microbatches of the pipeline; 1 without one."""
+    """Returns the number of microbatches of the pipeline; 1 without a pipeline."""
     return (
         config.num_pipeline_microbatches
         if config.num_pipeline_microbatches > 0 and stages(config) > 1
@@ -102,12 +104,12 @@ def microbatches(config: Config) -> int:
 
 
 def fewest(config: Config) -> int:
-    """Returns the smallest number of microbatches that the pipeline can have; 1 without one."""
+    """Returns the smallest number of microbatches that the pipeline can have; 1 without a pipeline."""
     return delay(config) * stages(config) if stages(config) > 1 else 1
 
 
 def nothing_to_gather(config: Config) -> bool:
-    """Returns whether there are stages, but no mesh axis that shards weights, so that all-gathers are not needed."""
+    """Returns whether there is a pipeline, but no mesh axis over which weights would have to be all-gathered."""
     sizes = mesh_axes(config)
     return sizes[STAGE] > 1 and all(sizes[axis] == 1 for axis in FSDP)
 
@@ -126,7 +128,7 @@ def _microbatches(config: Config) -> str | None:
         return None
     fitting = multiples_around(given, count) if given // count * count >= least else str(least)
     twice = (
-        f", at least {least}, since a result arrives an iteration later"
+        f", at least {least}, because a result arrives one iteration later"
         if config.pipeline_delay_activation_forwarding
         else ""
     )
@@ -164,7 +166,7 @@ CHECKS: tuple[Check, ...] = (
     refused(
         (ONCE, PER_REPEAT),
         lambda c: c[ONCE] and c[PER_REPEAT],
-        "weights are gathered once, or once for each repeat; set one of them",
+        "weights are gathered either once, or once for each repeat; set only one of them",
     ),
     *only_if(lambda c: stages(c) > 1, _ALL, shown=SIZES),
 )

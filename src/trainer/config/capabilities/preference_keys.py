@@ -7,7 +7,7 @@ from trainer.config.keys import Config
 from trainer.config.schema import INT32_MAX
 
 COLUMNS = ("prompt", "chosen", "rejected")
-# The defaults of trainer.dpo where they differ from base.yml's: a pair stays in one row.
+# The defaults of trainer.dpo that differ from base.yml's. They keep the two sequences of a pair in one row.
 DPO_DEFAULTS = {
     "use_dpo": True,
     "train_data_columns": [*COLUMNS[1:]],
@@ -23,14 +23,14 @@ def _max_prompt(config: Config) -> str | None:
 
 
 _WITHOUT = (
-    left_out("mtp_num_layers", "rewards are of whole answers, and modules of multi-token prediction have none"),
-    left_out("z_loss_multiplier", "this is a term of the loss of the next token"),
-    left_out("label_smoothing", "this smooths the loss of the next token; dpo_label_smoothing that of pairs"),
+    left_out("mtp_num_layers", "rewards apply to whole answers, and modules of multi-token prediction have no reward"),
+    left_out("z_loss_multiplier", "it is a term of the next-token loss"),
+    left_out("label_smoothing", "it smooths the next-token loss; dpo_label_smoothing smooths the loss of pairs"),
 )
-_READ_TOO = "which the reference model reads, too, and it must not move"
+_READ_TOO = "which the reference model shares, and the reference model must not change"
 _UNMOVED = (
-    left_out("routed_bias_update_rate", f"it moves the biases of routers, {_READ_TOO}"),
-    left_out("weight_sparsity_n", f"it moves masks of weights, {_READ_TOO}"),
+    left_out("routed_bias_update_rate", f"it changes the biases of routers, {_READ_TOO}"),
+    left_out("weight_sparsity_n", f"it changes masks of weights, {_READ_TOO}"),
 )
 ROWS = (Row(("dpo_max_prompt_length",), step=False),)
 CHECKS: tuple[Check, ...] = (
@@ -38,7 +38,7 @@ CHECKS: tuple[Check, ...] = (
     refused(
         ("use_dpo", "packing", "grain_packing_type"),
         lambda c: c.use_dpo and c.packing and c.grain_packing_type == "concat_then_split",
-        "this would split pairs, whose two sequences must be in one row; take best_fit or first_fit, or packing=false",
+        "this packing splits pairs, which must be in one row; use best_fit or first_fit, or packing=false",
     ),
     *only_if(lambda c: c.use_dpo, _WITHOUT, shown=("use_dpo",)),
     *only_if(has_reference, _UNMOVED, shown=("use_dpo", "dpo_algo", "use_grpo", "rl_grpo_beta")),
@@ -49,9 +49,9 @@ INERT = (
         lambda c: not c.use_dpo,
         "use_dpo=false",
     ),
-    Inert(("dpo_beta",), lambda c: c.dpo_algo == "orpo", "dpo_algo=orpo has no reference"),
+    Inert(("dpo_beta",), lambda c: c.dpo_algo == "orpo", "dpo_algo=orpo has no reference model"),
     Inert(("dpo_orpo_lambda",), lambda c: c.dpo_algo == "dpo", "dpo_algo=dpo has no odds ratio"),
-    Inert(("sft_train_on_completion_only",), has_reference, "rewards are of answers alone"),
+    Inert(("sft_train_on_completion_only",), has_reference, "rewards are computed from answers only"),
 )
 
 
@@ -59,13 +59,13 @@ def pair_columns_problem(config: Config, key: str) -> str | None:
     """Returns why the columns cannot contain pairs of answers; None if they can."""
     columns = config[key]
     if config.formatting_func_path:
-        return None if columns and all(columns) else "must be the columns that the function reads"
+        return None if columns and all(columns) else "must be the columns that the formatting function reads"
     said = [column for column in columns if column != TOOLS]
     if len(said) not in (2, 3) or not all(said) or len(set(said)) < len(said):
-        return f"must be two columns, chosen and rejected, or three: prompt, chosen and rejected; and, if any, {TOOLS}"
+        return f"must be chosen and rejected, or prompt, chosen and rejected; {TOOLS} may be added"
     wrong = [name for place, name in zip(COLUMNS[-len(said) :], said, strict=True) if name in COLUMNS and name != place]
     if wrong:
-        return f"the place of a column says what it is, and {wrong[0]} is misplaced: the order is {', '.join(COLUMNS)}"
+        return f"columns are identified by their order, and {wrong[0]} is misplaced: the order is {', '.join(COLUMNS)}"
     return None
 
 

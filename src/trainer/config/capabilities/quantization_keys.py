@@ -1,4 +1,4 @@
-"""Keys of quantization, in training and for stored weights: the recipes, the quantized parts, and their checks."""
+"""Keys of quantization, in training and for stored weights: recipes, quantized parts, and checks."""
 
 import math
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ RECIPES = {
     "fp8_nanoo": ("float8_e4m3fnuz", "float8_e5m2fnuz"),
     "nanoo_fp8": ("float8_e4m3fnuz", "float8_e5m2fnuz"),
 }
-# The dtypes of stored weights.
+# The dtype of stored weights for each value of `quantization`.
 STORED_DTYPES = {
     "int8": "int8",
     "int4": "int4",
@@ -54,19 +54,19 @@ KEYS = (*METHODS, "bwd_stochastic_rounding", *WHICH, "quantization_local_shard_c
 
 
 def asks_for_floats(words: Sequence[str]) -> bool:
-    """Whether checkpoint_is_quantized is false according to `words`, arguments `key=value`."""
+    """Whether `words`, arguments of the form key=value, set checkpoint_is_quantized to false."""
     text = dict(word.partition("=")[::2] for word in words).get("checkpoint_is_quantized")
     try:
         return text is not None and not read_text(schema().keys["checkpoint_is_quantized"], text)
     except ValueError:
-        return False  # `load` refuses it
+        return False  # `load` reports the error
 
 
 def options_for_stored(config: Config, platform: str) -> dict[str, str]:
     """Returns the options with which XLA compiles generation from stored weights for `platform`.
 
-    XLA's CPU backend converts each matrix to floats before a product. By default it keeps all float matrices at once,
-    in memory that is newly allocated at each step, which takes 3 to 7 times as long.
+    XLA's CPU backend converts each matrix to floats before a product. By default, it keeps all float matrices at once,
+    in memory that is newly allocated at each step, and steps take 3 to 7 times as long.
     """
     stored = config.checkpoint_is_quantized and platform == "cpu"
     return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"} if stored else {}
@@ -122,9 +122,9 @@ def _stored(config: Config) -> str | None:
     if not config.checkpoint_is_quantized:
         return "nf4 is for stored weights; give checkpoint_is_quantized=true" if config.quantization == "nf4" else None
     if config[METHODS[0]].lower().startswith("fixed"):
-        return f"{METHODS[0]}={config[METHODS[0]]} has one scale for all layers, which cannot be stored for each"
+        return f"{METHODS[0]}={config[METHODS[0]]} has one scale for all layers; stored weights need one per layer"
     if config.quantization not in STORED_DTYPES:
-        return f"quantization must say how the weights are stored: {', '.join(STORED_DTYPES)}"
+        return f"quantization must specify how the weights are stored: {', '.join(STORED_DTYPES)}"
     return None
 
 
@@ -139,15 +139,15 @@ def _block(config: Config) -> str | None:
 
 def _algorithm(config: Config) -> str | None:
     if config.weight_quantization_algorithm == "gptq" and config.quantization == "nf4":
-        return "GPTQ rounds to evenly spaced numbers; use rounding or awq"
+        return "GPTQ requires evenly spaced numbers, and nf4 has others; use rounding or awq"
     if config.weight_quantization_algorithm == "gptq" and config[METHODS[0]].lower() == "minmax":
-        return "Qwix's GPTQ has no zero points; use absmax, or awq"
+        return "Qwix's GPTQ does not support the zero points of minmax; use absmax, or awq"
     if (
         config.weight_quantization_algorithm != "rounding"
         and config.weight_block_size
         and config.weight_block_size[1] != 1
     ):
-        return "AWQ and GPTQ have scales of single outputs; give [inputs,1]"
+        return "AWQ and GPTQ need separate scales for each output; give [inputs,1]"
     return None
 
 
@@ -158,14 +158,14 @@ CHECKS: tuple[Check, ...] = (
     refused(
         ("checkpoint_is_quantized", "quantize_logits_proj", "logits_via_embedding"),
         lambda c: c.checkpoint_is_quantized and c.quantize_logits_proj and c.logits_via_embedding,
-        "tokens are looked up in the table of a tied head, so it is stored as an array",
+        "a tied head is also the table in which tokens are looked up, which is not quantized",
     ),
     (("weight_block_size", "checkpoint_is_quantized", "quantization"), _block),
     (("weight_quantization_algorithm", "quantization", "weight_block_size", METHODS[0]), _algorithm),
     refused(
         ("quantize_mtp", "mtp_num_layers"),
         lambda c: c.quantize_mtp and not c.mtp_num_layers,
-        "there are no such modules; set mtp_num_layers",
+        "there are no modules of multi-token prediction; set mtp_num_layers",
     ),
     refused(
         ("quantization", "bwd_stochastic_rounding"),

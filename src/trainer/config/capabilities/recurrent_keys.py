@@ -6,8 +6,8 @@ from trainer.config.keys import Config
 
 
 def attention_blocks(config: Config) -> int:
-    """Returns the number of blocks with attention, including those of multi-token prediction, which are like the last
-    layer."""
+    """Returns the number of blocks with attention. Includes blocks of multi-token prediction, which have attention if
+    the last layer has it."""
     layers, modules = config.base_num_decoder_layers, config.mtp_num_layers
     if not reads(config, PATTERN):
         return layers + modules
@@ -32,7 +32,7 @@ CHECKS: tuple[Check, ...] = (
     refused(
         ("gdn_num_value_heads", "gdn_num_key_heads"),
         lambda c: has_recurrence(c) and c.gdn_num_value_heads % c.gdn_num_key_heads,
-        "the number of value heads must be a multiple of the key heads, which they share",
+        "the number of value heads must be a multiple of the number of key heads, which the value heads share",
     ),
 )
 INERT = (

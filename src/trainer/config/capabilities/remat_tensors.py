@@ -1,6 +1,7 @@
-"""The tensors of a block that a rematerialization policy can keep. Layers use their names, and keys of base.yml.
+"""The tensors of a block that a rematerialization policy can keep.
 
-With remat_policy=custom, the key with a tensor's name specifies what to do with the tensor.
+Layers tag tensors with these names, which are also keys of base.yml. With remat_policy=custom, the key with a tensor's
+name specifies what to do with the tensor.
 """
 
 from trainer.config.capabilities.expert_keys import has_experts, only_experts, sends
@@ -10,20 +11,20 @@ from trainer.config.keys import Config
 
 QKV = ("query_proj", "key_proj", "value_proj")
 ATTENTION = (*QKV, "out_proj")
-# All matrix products with weights. "context" is the result of attention before its output projection.
+# PROJECTIONS has all matrix products with weights. "context" is the result of attention before its output projection.
 OF_MLP = ("mlpwi", "mlpwi_0", "mlpwi_1", "mlpwo")
 OF_EXPERTS = ("moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo")
 PROJECTIONS = (*ATTENTION, *OF_MLP, *OF_EXPERTS)
 QUANTIZED = "quantization"  # MaxText's name for the quantized operands of products
 LAYER_INPUT = "decoder_layer_input"
 TENSORS = (LAYER_INPUT, "context", *PROJECTIONS)
-# The keys that list a family's additional tensors, each with the action of remat_policy=custom for these tensors.
+# The keys that list a family's additional tensors, each with the action that remat_policy=custom applies.
 OWN_TENSORS = {"custom_device_tensors": "device", "custom_offload_tensors": "offload"}
 
 
 def _custom_tensors(config: Config) -> str | None:
     twice = [name for name in config.custom_device_tensors if name in config.custom_offload_tensors]
-    return f"{shortened(twice[0])} is in both; keep it in one of them" if twice else None
+    return f"{shortened(twice[0])} is in both lists; keep it in one of them" if twice else None
 
 
 CHECKS: tuple[Check, ...] = ((("custom_device_tensors", "custom_offload_tensors"), _custom_tensors),)

@@ -1,4 +1,4 @@
-"""Checks of the keys of reinforcement learning, and settings without effect."""
+"""Checks of the keys of reinforcement learning, and the settings under which they have no effect."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from trainer.config.key_rows import Check, Inert, Resume, Row, left_out, only_if
 from trainer.config.keys import Config
 from trainer.config.numbers import multiples_around
 
-NOT_COLUMNS = ("prompts", "completions")  # names of other arguments of reward functions
+NOT_COLUMNS = ("prompts", "completions")  # column names that clash with other arguments of reward functions
 _OF_ROUNDS = ("batch_size", "num_batches", "rollout_micro_batch_size", "rl_num_iterations")
 KEYS = (
     *(
@@ -25,14 +25,14 @@ KEYS = (
     ),
 )
 _WORKERS = ("reward_num_workers", "reward_worker_timeout_seconds")
-# The defaults of trainer.grpo where they differ from base.yml's: completions are drawn from the model's unchanged
+# The defaults of trainer.grpo that differ from base.yml's. Completions are sampled from the model's unmodified
 # distribution.
 RL_DEFAULTS = {"use_grpo": True, "decode_sampling_temperature": 1.0}
 
 
 def _functions(config: Config) -> str | None:
     if not config.reward_functions:
-        return "nothing says what a completion is worth; name a function, as in [my_rewards:exact_answer]"
+        return "no function scores the completions; name one, as in [my_rewards:exact_answer]"
     return functions_problem(config.reward_functions)
 
 
@@ -43,7 +43,7 @@ def _columns(config: Config) -> str | None:
 
 def _room(config: Config) -> str | None:
     longest, row = config.max_prefill_predict_length, config.max_target_length
-    return f"prompts of {longest} tokens leave no room for a completion in {row}" if longest >= row else None
+    return f"prompts of {longest} tokens leave no room for a completion in a row of {row}" if longest >= row else None
 
 
 def _rounds(key: str) -> Check:
@@ -52,7 +52,7 @@ def _rounds(key: str) -> Check:
         if count <= 0 or count % every == 0 or (key == "steps" and config.num_batches > 0):
             return None
         nearest = multiples_around(count, every)
-        return f"a run is saved and ends between rounds, not within the {every} updates of one; nearest: {nearest}"
+        return f"a run can be saved and end only between rounds, which have {every} updates each; nearest: {nearest}"
 
     return (key, "rl_num_iterations"), problem
 
@@ -72,16 +72,16 @@ _IN_ROUNDS: tuple[Check, ...] = (
     refused(
         ("decode_sampling_strategy", "decode_sampling_temperature"),
         lambda c: c.decode_sampling_strategy == "greedy" or not c.decode_sampling_temperature,
-        "completions must be drawn, as with weighted and temperature 1",
+        "completions must be sampled, as with strategy weighted and temperature 1",
     ),
     (("max_prefill_predict_length", "max_target_length"), _room),
     _rounds("steps"),
     _rounds("checkpoint_period"),
-    left_out("enable_diloco", "each island has parameters of its own, of which rollouts would be none"),
+    left_out("enable_diloco", "each island has its own parameters, and rollouts would not come from them"),
     left_out("mtp_num_layers", "modules of multi-token prediction would not be trained"),
-    left_out("z_loss_multiplier", "this is a term of the loss of the next token"),
-    left_out("label_smoothing", "this smooths the loss of the next token"),
-    left_out("quantize_kvcache", "log-probabilities of rollouts would be those of another model"),
+    left_out("z_loss_multiplier", "it is a term of the next-token loss"),
+    left_out("label_smoothing", "it smooths the next-token loss"),
+    left_out("quantize_kvcache", "it changes the log-probabilities of rollouts, as if another model had made them"),
 )
 CHECKS = [
     *only_if(lambda c: c.use_grpo, _REWARDED, shown=("use_grpo",)),
@@ -93,29 +93,29 @@ INERT = (
     Inert(_WORKERS, lambda c: not c.use_grpo and not c.eval_tasks, "use_grpo=false and eval_tasks is empty"),
     Inert(("grain_packing_type", "max_segments_per_seq", "use_truncation"), has_rollouts, "rollouts are packed"),
     Inert(
-        ("steps",), lambda c: has_rollouts(c) and c.num_batches > 0, "num_batches x rl_num_iterations updates are made"
+        ("steps",), lambda c: has_rollouts(c) and c.num_batches > 0, "a run has num_batches x rl_num_iterations updates"
     ),
-    Inert(("reuse_example_batch",), has_rollouts, "each round has prompts of its own"),
+    Inert(("reuse_example_batch",), has_rollouts, "each round has its own prompts"),
     Inert(("data_pipeline", "grain_worker_count"), has_rollouts, "prompts are held in memory"),
 )
 
 
-# Settings under which an update computes other log-probabilities than the rollouts before it.
+# Settings under which an update computes log-probabilities that differ from those of the rollouts before it.
 _DRIFTS: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
     (
         ("sparse_matmul", "capacity_factor"),
         lambda c: drops(c) and c.capacity_factor * c.num_experts_per_tok < c.num_experts,
-        "experts drop tokens in updates, and none in rollouts; set sparse_matmul=true",
+        "experts drop tokens in updates, but not in rollouts; set sparse_matmul=true",
     ),
     (
         ("enable_dropout", "dropout_rate", "attention_dropout_rate"),
         has_dropout,
-        "updates drop values, and rollouts none; set enable_dropout=false",
+        "updates use dropout, but rollouts do not; set enable_dropout=false",
     ),
     (
         ("quantization",),
         shares_scales,
-        "the tokens of a batch share scales of activations, and rollouts have other batches; set quantization=fp8",
+        "the tokens of a batch share activation scales, and rollouts have different batches; set quantization=fp8",
     ),
 )
 

@@ -18,11 +18,11 @@ def _run_name(config: Config) -> str | None:
 
 def _metrics_file(config: Config) -> str | None:
     if "://" in config.metrics_file:
-        return "must be a local file; a run in a bucket copies its metrics.jsonl there every log_period updates"
+        return "must be a local file; a run in a bucket copies its metrics.jsonl to the bucket every log_period updates"
     if not (config.metrics_file or "x").isprintable():
         return "must be a path without control characters"
     if not config.metrics_file or path_problem(config.metrics_file):
-        return None  # `_path` reports the second problem
+        return None  # `check._path` reports an invalid path
     path = Path(config.metrics_file).expanduser()
     if os.path.exists(path) and not os.path.isfile(path):
         return "exists and is not a file; choose another path"
@@ -56,11 +56,11 @@ CHECKS: tuple[Check, ...] = (
     refused(
         ("profile_periodically_period", "profiler_steps"),
         lambda c: c.profiler and 0 < c.profile_periodically_period < c.profiler_steps,
-        "a trace would begin before the last one ends",
+        "a trace would begin before the previous one ends",
     ),
 )
 INERT = (
-    Inert(("override_model_config",), lambda c: True, "the command line always wins over the preset"),
+    Inert(("override_model_config",), lambda c: True, "the command line always overrides the preset"),
     Inert(
         ("skip_first_n_steps_for_profiler", "profiler_steps", "profile_periodically_period"),
         lambda c: not c.profiler,

@@ -1,4 +1,4 @@
-"""The keys for a run's length and for the learning rate over this length."""
+"""The keys for a run's length and its learning rate schedule."""
 
 from trainer.config.key_rows import Check, Inert, Resume, Row, refused
 from trainer.config.keys import Config
@@ -8,11 +8,12 @@ def _schedule_shares(config: Config) -> str | None:
     total = config.warmup_steps_fraction + config.wsd_decay_steps_fraction
     if config.lr_schedule_type != "wsd" or total <= 1 + 1e-9:
         return None
-    return f"with lr_schedule_type=wsd warm-up and decay are {total:g} of the schedule; the maximum is 1"
+    return f"with lr_schedule_type=wsd warm-up and decay together are {total:g} of the schedule; the maximum is 1"
 
 
 ROWS = (
-    # The schedule reads learning_rate_schedule_steps; only DiLoCo's step depends on steps, see `aot.executable`.
+    # The schedule reads learning_rate_schedule_steps. The compiled step depends on steps only with DiLoCo; see
+    # `aot.executable`.
     Row(("steps",), Resume.LENGTH, step=False),
     Row(("learning_rate_schedule_steps",), Resume.LENGTH),
     Row(
@@ -29,7 +30,7 @@ CHECKS: tuple[Check, ...] = (
     refused(
         ("steps", "learning_rate_schedule_steps"),
         lambda c: c.steps == c.learning_rate_schedule_steps == -1,
-        "each is set to follow the other; set one of them to a number",
+        "with -1 each follows the other; set one of them to a number",
     ),
 )
 INERT = (

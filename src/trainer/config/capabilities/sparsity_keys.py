@@ -18,8 +18,8 @@ def _counts(config: Config) -> str | None:
     return None if 1 <= n < m else "must be 1 <= n < m: at most n of m consecutive weights are used"
 
 
-_NONE_MADE = "steps is less than weight_sparsity_start_step, so that no masks are made"
-# A large value keeps the masks constant for the last part of the training.
+_NONE_MADE = "steps is less than weight_sparsity_start_step, so no masks are made"
+# A user may increase this key to keep the masks constant for the last part of training.
 ROWS = (Row(("weight_sparsity_update_step",), Resume.AROUND),)
 CHECKS: tuple[Check, ...] = ((("weight_sparsity_n", "weight_sparsity_m"), _counts),)
 INERT = (
@@ -29,7 +29,7 @@ INERT = (
         "no weights are masked without weight_sparsity_n",
     ),
     Inert(("weight_sparsity_update_step",), lambda c: c.weight_sparsity_start_step > c.steps, _NONE_MADE),
-    # A checkpoint may have masks.
+    # A loaded checkpoint may have masks.
     Inert(
         ("weight_sparsity_n", "weight_sparsity_m"),
         lambda c: c.weight_sparsity_start_step > c.steps and not (c.load_parameters_path or c.load_full_state_path),

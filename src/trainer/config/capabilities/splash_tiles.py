@@ -46,7 +46,7 @@ class Tiles(NamedTuple):
 AUTOMATIC = Tiles()
 _PARTS = {"block_kv_compute": "block_kv", "block_kv_dkv_compute": "block_kv_dkv"}
 _WHOLE = tuple(name for name in Tiles._fields if name.startswith("block_") and name not in _PARTS)
-# The configuration key of each field, in their order.
+# The configuration key of each field, in the order of the fields.
 _NAMES = (
     *("sa_block_q", "sa_block_kv", "sa_block_kv_compute", "sa_block_q_dkv", "sa_block_kv_dkv"),
     *("sa_block_kv_dkv_compute", "sa_block_q_dq", "sa_block_kv_dq", "sa_use_fused_bwd_kernel"),

@@ -16,7 +16,7 @@ _OF_TEXT = (
 
 
 def token_files(config: Config) -> bool:
-    """Returns whether the files contain token ids, which rows use unchanged."""
+    """Returns whether the data files contain token ids instead of text."""
     return config.dataset_type == "grain" and config.grain_file_type in ("mmap", "mmap_npy")
 
 
@@ -27,7 +27,10 @@ def split_ratios(config: Config) -> list[float]:
 
 
 def shortest_segment(config: Config) -> int:
-    """Returns the maximum length of segments that also include the next document (packing_max_segments_per_sample)."""
+    """Returns the length up to which a segment continues with the next document (packing_max_segments_per_sample).
+
+    0: no segment does.
+    """
     most, reset = config.packing_max_segments_per_sample, config.reset_attention_mask
     shortest = config.max_target_length // most if most > 0 and reset else 0
     return shortest * (shortest > 1)  # MaxText, too, ignores a threshold of 1
@@ -35,7 +38,7 @@ def shortest_segment(config: Config) -> int:
 
 def most_segments(config: Config) -> int | None:
     """Returns the maximum number of segments in a row; None if the keys do not bound it."""
-    # All segments but the last have more tokens than the shortest.
+    # All segments but the last have more than `shortest` tokens.
     shortest = shortest_segment(config)
     return (config.max_target_length - 1) // (shortest + 1) + 1 if shortest else None
 
@@ -66,13 +69,13 @@ CHECKS: tuple[Check, ...] = (
     refused(
         ("batch_invariant", "grain_file_type", "reset_attention_mask"),
         lambda c: c.batch_invariant and token_files(c) and c.reset_attention_mask,
-        f"sequences must begin at multiples of {TILE} tokens, and in rows of mmap files they begin where a document "
+        f"sequences must begin at multiples of {TILE} tokens, but in rows of mmap files they begin where a document "
         "ends; set reset_attention_mask=false, so that a row is one sequence",
     ),
 )
 INERT = (
     Inert(_KEYS.split(), lambda c: not token_files(c), "grain_file_type is neither mmap nor mmap_npy"),
-    Inert(_OF_TEXT.split(), token_files, "mmap files hold token ids, which are cut into rows as they are"),
+    Inert(_OF_TEXT.split(), token_files, "mmap files contain token ids, which are cut into rows unchanged"),
     Inert(("mmap_npy_split",), lambda c: c.grain_file_type != "mmap_npy", "grain_file_type is not mmap_npy"),
     Inert(
         ("mmap_eod_id",),
@@ -84,6 +87,6 @@ INERT = (
     Inert(
         ("tokenizer_type",),
         lambda c: token_files(c) and not c.tokenizer_path and c.tokenizer_type != "bytes",
-        "mmap files hold token ids, and without a tokenizer_path there is no sample",
+        "mmap files contain token ids, and without a tokenizer_path there is no sample",
     ),
 )

@@ -17,12 +17,12 @@ CHECKS: tuple[Check, ...] = (
     refused(
         ("use_qk_clip", "use_qk_norm"),
         lambda c: c.use_qk_clip and c.use_qk_norm,
-        "norms of queries and keys undo a scale of their weights, and bound the logits already; use one of the two",
+        "norms of queries and keys undo any scaling of their weights, and already bound the logits; use one of the two",
     ),
     refused(
         ("use_qk_clip", "attn_logits_soft_cap"),
         lambda c: c.use_qk_clip and c.attn_logits_soft_cap,
-        "a soft cap bounds the logits already, and scaled weights do not scale capped logits; use one of the two",
+        "a soft cap already bounds the logits, and scaling weights does not scale capped logits; use one of the two",
     ),
     regexes("trainable_parameters_mask"),
 )

@@ -18,8 +18,11 @@ _TOKENS = ("activation_batch", "activation_length")
 
 
 def choose_tiles(values: Config) -> list[str]:
-    """Replaces a `num_vocab_tiling` of -1 in `values`. Returns one line for each batch with a number of tokens that the
-    value does not divide. The mesh and batch sizes must be filled in and fit each other."""
+    """Replaces a `num_vocab_tiling` of -1 in `values`. The mesh and batch sizes must be filled in and consistent.
+
+    Returns:
+      One line for each kind of batch whose number of tokens is not a multiple of the given value.
+    """
     asked, tokens = values.num_vocab_tiling, _tokens_per_device(values)
     if asked == AUTOMATIC:
         values.num_vocab_tiling = worthwhile_tiles(values)
@@ -37,12 +40,12 @@ def worthwhile_tiles(config: Config) -> int:
 
     Tiling saves memory for logits and costs memory for a float32 gradient of the head. The result is the smallest
     number of tiles that divides the tokens, limits a tile's logits to half the memory of that gradient, and saves more
-    than the gradient takes. It may be at most four times as large as needed, because the products of more tiles would
-    be too small. If no such number divides the tokens, the result is the largest smaller number that saves more than
-    the gradient takes, or else 1.
+    than the gradient takes. It is at most four times the number that this limit requires, because the products of more
+    tiles would be too small. If there is no such number, the result is the largest smaller number that divides the
+    tokens and saves more than the gradient takes, or else 1.
 
     Args:
-      config: with a mesh and batch sizes that fit each other.
+      config: a configuration with consistent mesh and batch sizes.
     """
     logits, waiting = tile_bytes(config)
     fewest = 2 * logits / waiting
@@ -59,7 +62,7 @@ def _most(logits: int, waiting: int) -> int:
 def tile_bytes(config: Config) -> tuple[int, int]:
     """Returns the bytes per device of the logits of a whole microbatch, and of the head's float32 gradient.
 
-    Only tiling needs this gradient: a device sums it over its tiles. A TPU overwrites the logits with the logits'
+    Only tiling needs the float32 gradient, to sum over the tiles of a device. A TPU overwrites the logits with their
     gradient; other platforms may need memory for both.
     """
     rules, mesh = make_rules(config.logical_axis_rules), mesh_axes(config)
@@ -75,7 +78,7 @@ def tile_bytes(config: Config) -> tuple[int, int]:
 
 
 def chosen(asked: Any, config: Config) -> list[str]:
-    """Returns a line on the number that replaced -1 of `asked` in the resolved `config`; nothing for another number."""
+    """Returns a line about the number that replaced `asked`'s -1 in the resolved `config`; [] if `asked` is not -1."""
     if asked["num_vocab_tiling"] != AUTOMATIC:
         return []
     tiles, (logits, waiting) = config.num_vocab_tiling, tile_bytes(config)
@@ -90,7 +93,7 @@ def chosen(asked: Any, config: Config) -> list[str]:
     return [
         f"num_vocab_tiling={AUTOMATIC}: {tiles} tiles of {tokens:,} tokens per device: logits take "
         f"{sized(logits // tiles)} instead of {sized(logits)}, and the head's gradient {sized(waiting)}; "
-        "that covers only head and loss: the step's peak may not shrink, compare with trainer.train_compile"
+        "this is only for head and loss: the peak memory of a step may not shrink; compare with trainer.train_compile"
     ]
 
 

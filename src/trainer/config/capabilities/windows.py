@@ -20,7 +20,9 @@ def windows(config: Config) -> tuple[int, ...]:
 
 def in_chunks(config: Config) -> bool:
     """Returns whether windows are chunks: a token attends only within its chunk (`ops.attention.Mask.in_chunks`).
-    Layers without rotary positions, every `nope_layer_interval`-th, attend to the whole document."""
+
+    Every `nope_layer_interval`-th layer has no rotary positions and attends to the whole document.
+    """
     return reads(config, "chunk_attn_window_size") and config.chunk_attn_window_size > 0
 
 

@@ -1,1 +1,1 @@
-"""The meaning of MaxText's keys here: verdicts on keys that base.yml lacks, MaxText's defaults and base.yml."""
+"""How the trainer handles MaxText's keys and defaults, and copies of MaxText's base.yml."""

@@ -1,4 +1,4 @@
-"""Recognizes MaxText's base.yml, and lists the defaults that differ from it."""
+"""Finds what the user changed in a MaxText base.yml, and lists our defaults that differ from MaxText's."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -10,16 +10,16 @@ from trainer.config.maxtext import verdicts
 from trainer.config.schema import Schema, plain_name, schema
 from trainer.config.values import read_node
 
-# Tables of the mesh and of shardings. They are not read as keys.
+# Mesh and sharding tables of MaxText's base.yml, which are ignored.
 TABLES = ("logical_axis_rules", "mesh_axes", "data_sharding", "input_data_sharding_logical_axes")
-# Sections of base.yml that affect the training result; other defaults do not.
+# Only defaults in these sections of base.yml affect the training result.
 _NOTED = ("Model", "Data", "Training", "Optimizer", "Loss")
 
 
 @functools.cache
 def defaults(method: str = "") -> Mapping[str, Any]:
-    """Returns MaxText's defaults for the keys of base.yml with a different default: maxtext.yml, and the additions for
-    `method`, a key of `POST_TRAIN`."""
+    """Returns MaxText's defaults for the keys whose defaults in our base.yml differ. They are read from maxtext.yml,
+    overridden by the file of `method`, a key of `POST_TRAIN`, if it is given."""
     keys = schema().keys
     found: dict[str, Any] = {}
     for path in (MAXTEXT_YML, *([POST_TRAIN[method]] if method else [])):
@@ -30,8 +30,8 @@ def defaults(method: str = "") -> Mapping[str, Any]:
 
 
 def changed_entries(entries: Sequence[Entry], schema: Schema, method: str = "") -> tuple[list[Entry], list[str]]:
-    """Returns the entries of a MaxText base.yml that the user changed, and the names of unknown entries. `method`: for
-    the yml of one of MaxText's programs, see `defaults`."""
+    """Returns the entries of a MaxText base.yml that the user changed, and the names of unknown entries. `method`: the
+    post-training method, if the file is the yml of a post-training program; see `defaults`."""
     absent = verdicts.table()["of_programs"].get(method, {})
     present = [entry.name for entry in entries]
     changed, unknown = [], []
@@ -53,7 +53,7 @@ def changed_entries(entries: Sequence[Entry], schema: Schema, method: str = "") 
 
 
 def tables(entries: Sequence[Entry]) -> str:
-    """Returns the part of a note about the tables in a MaxText base.yml."""
+    """Returns the end of a note: which tables in a MaxText base.yml are ignored; "" without tables."""
     names = [entry.name for entry in entries if entry.name in TABLES]
     return f"; its {', '.join(names)} {'is' if len(names) == 1 else 'are'} ignored" if names else ""
 

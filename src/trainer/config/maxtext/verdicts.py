@@ -1,4 +1,4 @@
-"""MaxText's keys that are not in base.yml. Their verdicts are in keys.yml, read only when such a key is given."""
+"""How MaxText's keys that base.yml lacks are handled. keys.yml, read only if such a key is given, lists them."""
 
 import difflib
 import functools
@@ -37,11 +37,11 @@ class Verdict:
     to: str = ""
 
     def accepts(self, read: Callable[[Key], Any]) -> bool:
-        """Returns whether a value has no effect. `read` returns the value for a key of a given type."""
+        """Returns whether the given value has no effect. `read` parses the value as the type of its argument."""
         return self.neutral is None or any(_same(self.name, value, read) for value in self.neutral)
 
     def problem(self, given: str) -> str:
-        """Returns the message about a value `given` that is not accepted."""
+        """Returns the error message for the value `given`, which is not accepted."""
         if self.kind == RENAMED:
             return f"{self.why}; write {self.to}={given}"
         allowed = shortened(" or ".join(to_flow(value) for value in self.neutral or ()))
@@ -78,9 +78,9 @@ def verdicts() -> Mapping[str, Verdict]:
 
 
 def former_defaults(name: str, present: Iterable[str]) -> list[Any] | None:
-    """Returns former default values of `name` in the version of MaxText's base.yml that has the keys `present`.
+    """Returns the defaults that `name` may have had in a version of MaxText's base.yml with the keys `present`.
 
-    Omits neutral values and values in maxtext.yml. Returns None for a key without former values.
+    Omits neutral values and the values in maxtext.yml. Returns None for a key without former defaults.
     """
     given, rows = set(present), table()["earlier"].get(name)
     if rows is None:
@@ -95,35 +95,35 @@ def is_base(names: Iterable[str]) -> bool:
 
 
 def means_empty(key: Key, text: str) -> bool:
-    """Returns whether `text` means no value, and MaxText accepts that for `key`; see `empty_value`."""
-    no_value = NO_VALUE - ({"~"} if key.kind is str else set())  # as text, ~ is the home folder
+    """Returns whether `text` is an empty value, such as null, that MaxText accepts for `key`; see `empty_value`."""
+    no_value = NO_VALUE - ({"~"} if key.kind is str else set())  # in a text key, ~ is the home folder
     return text not in key.choices and text.strip().lower() in no_value and key.name in table()["empty"]
 
 
 def empty_value(name: str) -> Any:
-    """Returns the value of base.yml's key `name` if it is given without a value."""
+    """Returns what an empty value of base.yml's key `name` stands for."""
     return table()["empty"][name]
 
 
 def why_refused(name: str, value: str) -> str:
-    """Returns what to use instead of MaxText's `value` of key `name`, which base.yml refuses; "" if it is unknown."""
+    """Returns what to use instead of MaxText's `value` of key `name`, which is not allowed here; "" if unknown."""
     rows = table()["refused"].get(name, {})
     return next((why for pattern, why in rows.items() if re.fullmatch(pattern, value)), "")
 
 
 def on_preset(name: str) -> str | None:
-    """Returns what to do about MaxText's preset `name`, which base.yml lacks; None if MaxText has no such preset."""
+    """Returns what to use instead of MaxText's preset `name`, which is missing here; None if MaxText lacks it, too."""
     return next((row["why"] for row in table()["presets"] if name in row["names"]), None)
 
 
 def alias(name: str) -> dict[str, Any] | None:
-    """Returns the preset (model_name) for MaxText's model `name`, with the keys that differ; None if there is none."""
+    """Returns the preset (model_name) for MaxText's model `name`, with the keys that differ; None without an alias."""
     found: dict[str, Any] | None = table()["aliases"].get(name)
     return found
 
 
 def nearest_name(word: str) -> str | None:
-    """Returns the MaxText key that contains `word`, is similar to it, or starts with it."""
+    """Returns a MaxText key whose last part is `word`, or one similar to it, or one that starts with it, or None."""
     names = list(verdicts())
     parts = [name for name in names if name.rpartition(".")[2] == word]
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.85)
@@ -137,7 +137,7 @@ def is_prefix(name: str) -> bool:
 
 
 def notes_of(accepted: Sequence[Accepted]) -> list[str]:
-    """Returns notes on accepted keys: one line for keys at neutral values, and one line for each reason."""
+    """Returns notes on accepted keys: one line for all neutral values, and for other keys one line for each reason."""
     lines = []
     neutral = {row.verdict.name: row.given for row in accepted if row.verdict.neutral is not None}
     if neutral:
@@ -172,7 +172,7 @@ def _prefixes() -> frozenset[str]:
 
 @functools.cache
 def table() -> dict[str, Any]:
-    """Returns the content of the file; its first lines describe it."""
+    """Returns the content of keys.yml, whose first lines describe it."""
     return yaml.load(TABLE.read_text(encoding="utf-8"), Loader=LOADER)
 
 

@@ -42,7 +42,7 @@ class DenseBlock(llama2.Block):
 
 
 class Experts(SharedExpertBlock):
-    """Llama's block with experts in place of the MLP: `num_experts` routed ones, in groups, and shared ones."""
+    """Llama's block with experts in place of the MLP: `num_experts` routed experts, in groups, and shared experts."""
 
     NAME = NAME
 

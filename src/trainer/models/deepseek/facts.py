@@ -8,7 +8,7 @@ from trainer.config.keys import Config
 def _latent(config: Config) -> str | None:
     if is_latent(config):
         return None
-    return f"attention of this family is multi-head latent attention; give attention_type={TYPE}"
+    return f"this family uses multi-head latent attention; give attention_type={TYPE}"
 
 
 FACTS = Facts(

@@ -21,7 +21,7 @@ DENSE, SPARSE = "dense_layers", "moe_layers"
 
 
 def stacks(config: Config, dense: MakeBlock = DenseBlock, sparse: MakeBlock = Block) -> list[Stack]:
-    """Returns the stacks: the first layers have an MLP; of the others, all or every n-th have experts."""
+    """Returns the stacks: the first layers have an MLP; of the later layers, all or every n-th have experts."""
     first = config.first_num_dense_layers
     others = stack_of(config, SPARSE, dense, sparse, config.base_num_decoder_layers - first)
     return [Stack(DENSE, (dense,), first), others]
@@ -83,10 +83,10 @@ OF_LATENT = OF_EXPERTS | {
     "v_head_dim": "v_head_dim",
 }
 BY_SIGMOID = {"routed_score_func": SIGMOID, "routed_bias": True}
-# transformers gives the norms of latents this epsilon and ignores rms_norm_eps.
+# In transformers, the norms of latents always have this epsilon, regardless of rms_norm_eps.
 _ONLY = {"rms_norm_eps": 1e-6, "moe_layer_freq": 1}
 
-# Keys in GGUF: the sizes of a head, the size of a layer's keys (in one head), and the scoring of experts.
+# Keys in GGUF: the sizes of a head; the sizes of the latent keys and values (a single head); the scoring of experts.
 _HEAD, _HEAD_V = "attention.key_length_mla", "attention.value_length_mla"
 _KEYS, _VALUES = "attention.key_length", "attention.value_length"
 SCORE, SOFTMAX_THERE, SIGMOID_THERE = "expert_gating_func", 1, 2
@@ -99,7 +99,7 @@ def other_epsilon(said: Callable[..., Any]) -> bool:
 
 
 def fields(said: Mapping[str, Any]) -> dict[str, Any]:
-    """See `Gguf.fields`. In files before April 2025, key_length and value_length are the sizes of a head."""
+    """See `Gguf.fields`. In files from before April 2025, key_length and value_length are the sizes of a head."""
     rope, groups = said.get("qk_rope_head_dim") or 0, said.get("n_group") or 1
     return {
         "num_key_value_heads": said.get("num_attention_heads"),
@@ -109,7 +109,7 @@ def fields(said: Mapping[str, Any]) -> dict[str, Any]:
         **{"norm_topk_prob": said.get(NORM, False), "routed_scaling_factor": said.get("routed_scaling_factor", 1.0)},
         **({"topk_method": _V2.methods[groups > 1]} if said.get(SCORE, SOFTMAX_THERE) == SOFTMAX_THERE else {}),
         **{"n_group": groups, "topk_group": said.get("topk_group") or 1},
-        "num_nextn_predict_layers": 0,  # these files have no modules
+        "num_nextn_predict_layers": 0,  # these files have no multi-token prediction modules
     }
 
 
@@ -204,7 +204,7 @@ def _maxtext_keys(config: Config) -> dict[str, Any]:
     keys = {name: config[name] for name in names}
     if config.rope_type != "yarn":
         keys["rope_factor"] = 1  # under every rope_type, MaxText scales MLA scores by rope_factor
-    if config.rope_type == "default":  # default rotates halves in MaxText; YaRN with factor 1 is the same with pairs
+    if config.rope_type == "default":  # MaxText's default rotates halves; YaRN with factor 1 is the same for pairs
         keys |= {"rope_type": "yarn", "rope_interleave": True}
     if not scores_by_sigmoid(config):
         return keys | {"routed_score_func": "softmax"}
@@ -232,7 +232,7 @@ def _maxtext_refuses(config: Config) -> list[str]:
     return refused
 
 
-_WIDTH = ("fsdp", "expert", "context", "context_usp_ulysses")  # as the rule of embed
+_WIDTH = ("fsdp", "expert", "context", "context_usp_ulysses")  # as in the rule for embed
 AXES = {"q_lora_up_proj": (), "q_lora": _WIDTH, "kv_lora_up_proj": (), "kv_lora": _WIDTH}
 
 FAMILY = Family(

@@ -58,7 +58,7 @@ def stored(config: Config, name: str) -> tuple[float, float]:
 
 
 def maxtext_keys(config: Config) -> dict[str, Any]:
-    """See `MaxText.more`: MaxText divides the logits by sqrt(width), because it multiplies the table of a tied head."""
+    """See `MaxText.more`: MaxText divides the logits by sqrt(width) to cancel this factor in a tied head's table."""
     del config
     return {"normalize_embedding_logits": True}
 
@@ -66,7 +66,7 @@ def maxtext_keys(config: Config) -> dict[str, Any]:
 def refuses(config: Config) -> list[str]:
     """See `MaxText.refuses`."""
     epsilon = config.normalization_layer_epsilon
-    return [] if epsilon == 1e-6 else [f"normalization_layer_epsilon={epsilon}: 1e-6 is fixed in its code"]
+    return [] if epsilon == 1e-6 else [f"normalization_layer_epsilon={epsilon}: MaxText always uses 1e-6"]
 
 
 _NORM, _LAYER = "decoder/layers/{}/scale", "model.layers.{}."
@@ -89,7 +89,7 @@ FAMILY = Family(
                 **{"head_dim": 256, "num_key_value_heads": 16, "tie_word_embeddings": True},
                 "hidden_act": "gelu_pytorch_tanh",
             },
-            # In the published files of 2024, gelu means the tanh form, which had no separate name yet.
+            # Files published in 2024 use the name gelu for the tanh approximation.
             activations={"gelu": "gelu"},
             ignored=("hidden_activation",),
             gguf=Gguf("gemma", one=True),

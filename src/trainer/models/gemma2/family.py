@@ -1,4 +1,4 @@
-"""Gemma 2 (Google DeepMind 2024, arXiv:2408.00118): Gemma's block with further norms after attention and MLP. Every
+"""Gemma 2 (Google DeepMind 2024, arXiv:2408.00118): Gemma's block with additional norms after attention and MLP. Every
 other layer attends within a window. Scores and logits have soft caps."""
 
 from typing import Any
@@ -42,12 +42,12 @@ DEFAULTS = {
 
 
 def _maxtext_keys(config: Config) -> dict[str, Any]:
-    """See `MaxText.more`. A layer of MaxText is a pair of our layers."""
+    """See `MaxText.more`. One MaxText layer is a pair of our layers."""
     return {**gemma.maxtext_keys(config), "base_num_decoder_layers": config.base_num_decoder_layers // 2}
 
 
 def _maxtext_names(name: str, where: Place) -> Named:
-    """See `MaxText.names`. A layer of MaxText has the parts of both layers of a pair, under other names."""
+    """See `MaxText.names`. One MaxText layer contains a pair of our layers and names their parts differently."""
     del name
     part, _, rest = where.path.partition("/")
     path = f"{part}_{('local', 'global')[where.layers[0] % 2]}/{rest}"
@@ -56,7 +56,7 @@ def _maxtext_names(name: str, where: Place) -> Named:
 
 def _refuses(config: Config) -> list[str]:
     layers = config.base_num_decoder_layers
-    odd = [f"base_num_decoder_layers={layers}: its layers are pairs of layers"] if layers % 2 else []
+    odd = [f"base_num_decoder_layers={layers}: MaxText requires an even number"] if layers % 2 else []
     return [*gemma.refuses(config), *other_period(config, 2), *odd]
 
 

@@ -1,5 +1,5 @@
-"""Gemma 3, its text model (Google DeepMind 2025, arXiv:2503.19786): Gemma 2's block with norms of queries and keys.
-After every five layers with a window, which have a separate RoPE, comes one without."""
+"""The text model of Gemma 3 (Google DeepMind 2025, arXiv:2503.19786): Gemma 2's block with norms of queries and keys.
+Every sixth layer has no window. The other layers have a window and a separate RoPE."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -31,7 +31,7 @@ def stacks(config: Config) -> list[Stack]:
 
 
 def _named(config: Config) -> str:
-    """Returns a MaxText model name whose block has the same factor on scores; "" if there is no such name."""
+    """Returns the name of a MaxText model with the same attention scale; "" if no model has this scale."""
     scalar, head_dim = config.query_pre_attn_scalar, config.head_dim
     if scalar in (0, head_dim):
         return "gemma3-4b"
@@ -46,9 +46,9 @@ def _refuses(config: Config) -> list[str]:
     refused = [*gemma.refuses(config), *other_period(config, 6)]
     if not _named(config):
         scalar = f"query_pre_attn_scalar={config.query_pre_attn_scalar}"
-        refused.append(f"{scalar}: only head_dim, or base_emb_dim // base_num_query_heads")
+        refused.append(f"{scalar}: MaxText supports only head_dim or base_emb_dim // base_num_query_heads")
     if config.local_rope_max_timescale == -1 and config.rope_linear_scaling_factor != 1:
-        refused.append("local_rope_max_timescale=-1: it never scales RoPE in layers with a window")
+        refused.append("local_rope_max_timescale=-1: MaxText never scales RoPE in layers with a window")
     return refused
 
 

@@ -1,5 +1,6 @@
 """GLM 4.5, 4.6 and 4.7 (GLM team 2025, arXiv:2508.06471): the experts of DeepSeek-V3, and Qwen2's attention. RoPE
-rotates only the first half of each head, as two halves. The large models have `use_qk_norm`."""
+rotates only the first half of each head, in which it pairs entry i with entry i + head_dim / 4. The large models have
+`use_qk_norm`."""
 
 import functools
 from collections.abc import Mapping
@@ -27,12 +28,12 @@ _BLOCK = {
     for name, layout in (LAYOUTS | qwen2.BIASES | NORMS).items()
     if name.startswith(_EACH) and "/mlp/" not in name
 }
-# The published values of the fields about experts, which config.json may omit.
+# The defaults of fields that config.json may omit.
 EXPERTS = {
     **{"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "n_shared_experts": 1},
     **{"rms_norm_eps": 1e-5},
 }
-_MODULES = "nextn_predict_layers"  # a key in GGUF, where modules count as layers
+_MODULES = "nextn_predict_layers"  # a GGUF key; GGUF counts multi-token prediction modules as layers
 
 
 def _fields(said: Mapping[str, Any]) -> dict[str, Any]:

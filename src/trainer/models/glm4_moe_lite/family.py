@@ -20,7 +20,7 @@ from trainer.models.huggingface import HuggingFace
 
 
 class DenseBlock(block.DenseBlock):
-    """DeepSeek's block. The norms of latents have the same epsilon as in transformers."""
+    """DeepSeek's block, with epsilon 1e-6 in the norms of latents, as in transformers."""
 
     def make_attention(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any], **given: Any) -> Any:
         return super().make_attention(config, rngs, dtypes, norm_epsilon=1e-6, **given)
@@ -38,14 +38,14 @@ def _kinds(dense: int, layers: int) -> list[str]:
 
 
 def _read(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
-    """See `HuggingFace.read`. Without mlp_layer_types, transformers makes one dense layer."""
+    """See `HuggingFace.read`. Without mlp_layer_types, only the first layer is dense, as in transformers."""
     layers = said["num_hidden_layers"]
     kinds = said.get(_KINDS) or _kinds(1, layers)
     dense = kinds.count("dense")
     if kinds != _kinds(dense, layers):
-        refused.append(f"{_KINDS}={shown(kinds)} (known: dense layers, then sparse ones, of {layers} layers)")
+        refused.append(f"{_KINDS}={shown(kinds)} (known: dense layers followed by sparse layers, {layers} in total)")
     if said.get(_FIRST, dense) != dense:
-        refused.append(f"{_FIRST}={said[_FIRST]} with {dense} dense layers in {_KINDS}, or without {_KINDS}")
+        refused.append(f"{_FIRST}={said[_FIRST]}: {_KINDS} has {dense} dense layers (default without {_KINDS}: 1)")
     return {"first_num_dense_layers": dense}
 
 
@@ -86,7 +86,7 @@ FAMILY = Family(
                 fields=_fields,
                 write=lambda data: deepseek.gguf_values({**data, "scoring_func": SIGMOID}),
                 refuses=lambda data: deepseek.GGUF.refuses({**data, "scoring_func": SIGMOID}),
-                note="its norms of latents use the epsilon of all norms; GLM 4.7 Flash uses 1e-6 there",
+                note="its norms of latents have the epsilon of the other norms; GLM 4.7 Flash uses 1e-6",
             ),
         )
     ],

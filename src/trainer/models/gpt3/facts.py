@@ -11,13 +11,13 @@ from trainer.config.tensors import TENSORS
 def _positions(config: Config) -> str | None:
     if config.trainable_position_size > 0:
         return None
-    return "this family has no rotary positions: give the number of learned ones, at least max_target_length"
+    return "this family has no RoPE: set the number of learned positions to at least max_target_length"
 
 
 def _heads(config: Config) -> str | None:
     if not config.fused_qkv or config.base_num_query_heads == config.base_num_kv_heads:
         return None
-    return "one fused matrix makes as many keys and values as queries; give equal numbers of heads, or fused_qkv=false"
+    return "a fused matrix requires as many key-value heads as query heads; set equal numbers, or fused_qkv=false"
 
 
 def _tensors(config: Mapping[str, Any]) -> dict[str, Axes]:

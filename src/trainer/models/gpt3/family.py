@@ -1,4 +1,4 @@
-"""GPT-3 (Brown et al. 2020, arXiv:2005.14165): layer norm, learned positions, biases, an MLP without a gate.
+"""GPT-3 (Brown et al. 2020, arXiv:2005.14165): layer norm, learned positions, biases, and an MLP without a gate.
 
 Attention is dense in every layer. Norms multiply by 1 + scale, as in MaxText.
 """
@@ -21,7 +21,7 @@ KEYS = ("trainable_position_size", "fused_qkv")
 
 
 class Block(llama2.Block):
-    """Computes x + attention(norm(x)), then x + mlp(norm(x)), then dropout. The norm of the MLP belongs to the MLP.
+    """Computes x + attention(norm(x)), then x + mlp(norm(x)), then dropout. The MLP contains its norm.
 
     With `fused_qkv`, one matrix computes queries, keys and values.
     """
@@ -54,7 +54,7 @@ class Block(llama2.Block):
         return self.pre_self_attention_norm(x_bte)
 
     def feed_forward_input(self, x_bte: jax.Array) -> jax.Array:
-        """Returns the residual stream unchanged, because the MLP includes the norm."""
+        """Returns the residual stream unchanged, because the MLP contains the norm."""
         return x_bte
 
 

@@ -5,7 +5,7 @@ from trainer.config.family import Axes, Facts
 from trainer.config.keys import Config
 from trainer.config.tensors import TENSORS, of_blocks, renamed
 
-ATTENTION = "GptOssAttention"  # MaxText's name of the layer, and so the prefix of its parameters
+ATTENTION = "GptOssAttention"  # MaxText's name of the attention layer, which prefixes its parameters
 _NAMES = {name: name.replace("self_attention/", f"{ATTENTION}/") for name in TENSORS}
 
 
@@ -14,7 +14,11 @@ def _tensors(config: Config) -> dict[str, Axes]:
 
 
 def _limit(config: Config) -> str | None:
-    return None if config.mlp_activations_limit > 0 else "this family clamps its gated units; published models at 7"
+    return (
+        None
+        if config.mlp_activations_limit > 0
+        else "this family clamps its gated units: set a positive limit (published models: 7)"
+    )
 
 
 FACTS = Facts(

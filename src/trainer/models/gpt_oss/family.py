@@ -26,9 +26,9 @@ NAME = "GptOssMlp"
 ALPHA = 1.702  # makes x sigmoid(x) close to GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415)
 
 
-@functools.cache  # so that equal models have the same function: NNX compares it
+@functools.cache  # NNX compares this function, so equal models must share it
 def clamped(limit: float) -> Combine:
-    """Returns the function of hidden units: (up + 1) gate sigmoid(ALPHA gate), with gate and up clamped at `limit`."""
+    """Returns the gated unit (up + 1) gate sigmoid(ALPHA gate), with gate at most `limit` and up in [-limit, limit]."""
 
     def hidden(gate: jax.Array, up: jax.Array) -> jax.Array:
         gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
@@ -38,7 +38,7 @@ def clamped(limit: float) -> Combine:
 
 
 class Block(ExpertBlock):
-    """Mixtral's block with sinks, biases in experts and routers and, with `attention_bias`, in attention."""
+    """Mixtral's block with attention sinks, and with biases in experts, routers and (`attention_bias`) attention."""
 
     NAME, ATTENTION = NAME, ATTENTION
 
@@ -69,7 +69,7 @@ def _maxtext_keys(config: Config) -> dict[str, Any]:
 
 def _maxtext_refuses(config: Config) -> list[str]:
     layers = config.base_num_decoder_layers
-    uneven = f"base_num_decoder_layers={layers}: a multiple of 2 there"
+    uneven = f"base_num_decoder_layers={layers}: MaxText requires a multiple of 2"
     return [*other_period(config, 2), *([uneven] if layers % 2 else [])]
 
 
@@ -95,10 +95,10 @@ _IN_GGUF = {
 
 
 def _refuses(data: Mapping[str, Any]) -> str:
-    """See `Gguf.refuses`. llama.cpp requires the biases and a head."""
+    """See `Gguf.refuses`. llama.cpp requires attention biases and an untied head."""
     if not data["attention_bias"]:
-        return "attention_bias=false: it needs the biases"
-    return "tie_word_embeddings=true: it needs a head" if data["tie_word_embeddings"] else ""
+        return "attention_bias=false: llama.cpp requires attention biases"
+    return "tie_word_embeddings=true: llama.cpp requires an untied head" if data["tie_word_embeddings"] else ""
 
 
 YARN = {"factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "rope_type": "yarn"}
@@ -126,7 +126,7 @@ FAMILY = Family(
             ],
             window="alternating",
             period=2,
-            ropes=("yarn",),  # if there is none, transformers uses the RoPE of the published models
+            ropes=("yarn",),  # without rope_parameters, transformers uses the published models' RoPE
             sizes={
                 "num_experts": "num_local_experts",
                 "num_experts_per_tok": "num_experts_per_tok",

@@ -1,5 +1,5 @@
 """Granite 4 (IBM 2025) without Mamba and without experts: the same architecture as Granite 3. Its files have the format
-of models with Mamba and experts: they merge gate and up, and name the MLP like a shared expert."""
+of models with Mamba and experts, in which gate and up are merged and the MLP is named like a shared expert."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,9 +23,12 @@ GATE_UP = Merged("shared_mlp.input_linear", ("shared_mlp.gate_proj", "shared_mlp
 
 
 def _read(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
-    """See `HuggingFace.read`. Without `layer_types` every layer is a Mamba layer; without "rope", there is no RoPE."""
+    """See `HuggingFace.read`. Without `layer_types`, every layer is a Mamba layer.
+
+    If `position_embedding_type` is not "rope", no layer has RoPE.
+    """
     if not (said.get("layer_types") or said.get("layers_block_type")):
-        refused.append("layer_types=null: then every layer is one of Mamba")
+        refused.append("layer_types=null: every layer is a Mamba layer, which is not supported")
     if (kind := said.get("position_embedding_type")) != "rope":
         refused.append(f'position_embedding_type={shown(kind)} (known: "rope")')
     return {}
@@ -55,7 +58,7 @@ FAMILY = Family(
             fields=("layer_types", "position_embedding_type"),
             read=_read,
             write=_write,
-            # Fields of Mamba layers and experts, which these models lack, and of initialization.
+            # Fields for Mamba layers and experts, which these models lack, and for initialization.
             ignored=(*(f"mamba_{it}" for it in _MAMBA), "time_step_limit", "num_experts_per_tok", "init_method"),
         )
     ],

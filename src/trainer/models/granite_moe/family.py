@@ -16,7 +16,7 @@ NAME = "moe_block"
 
 
 class Block(mixtral.Block):
-    """The weights of a token's experts are a softmax over its chosen experts."""
+    """A block with experts, weighted by a softmax over each token's chosen experts."""
 
     NAME = NAME
 
@@ -26,7 +26,7 @@ def stacks(config: Config) -> list[Stack]:
     return [stack_of(config, "layers", DenseBlock, Block, config.base_num_decoder_layers)]
 
 
-# Each tensor has the matrices of all experts of a layer; one of them merges gate and up.
+# Each tensor contains the matrices of all experts in a layer. One tensor merges gate and up.
 _OURS, _THERE = f"decoder/layers/{NAME}", "model.layers.{}.block_sparse_moe."
 _EXPERTS = {
     f"{_OURS}/gate/kernel": Layout(_THERE + "router.layer.weight", inputs=1),

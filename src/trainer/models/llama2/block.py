@@ -24,7 +24,7 @@ from trainer.ops.multiplied import multiplied
 from trainer.ops.rope import Rope
 from trainer.products.context import Context
 
-# Dropout sites of a block.
+# The numbers of a block's dropout sites.
 ATTENTION, HIDDEN, OUTPUT = range(3)
 
 
@@ -68,12 +68,12 @@ class Block(nnx.Module):
     A family overrides the methods in which its block differs.
     """
 
-    ATTENTION: ClassVar[str] = "self_attention"  # the attribute of the attention layer, and its parameters' prefix
+    ATTENTION: ClassVar[str] = "self_attention"  # the attention layer's attribute, which prefixes its parameters
     ATTENTION_CLASS: ClassVar[type[Attention]] = Attention
     PARALLEL: ClassVar[bool] = False  # whether the feed-forward layer also reads the block's input
 
     def __init__(self, config: Config, rngs: nnx.Rngs, window: int | None = None):
-        """`window`: the layer's window in a pattern of layers (0: no window); None: `attention_type` determines it."""
+        """`window`: the layer's window, if layers differ (0: no window). None: `attention_type` determines it."""
         dtypes: dict[str, Any] = {"dtype": jnp.dtype(config.dtype), "weight_dtype": jnp.dtype(config.weight_dtype)}
         self.dropout_rate = config.dropout_rate if config.enable_dropout else 0.0
         self.residual_multiplier = config.residual_multiplier
@@ -89,12 +89,12 @@ class Block(nnx.Module):
         return RMSNorm(width, epsilon=epsilon, **dtypes)
 
     def add_norms(self, config: Config, norm: Callable[[], Any]) -> None:
-        """Makes the norms of the residual stream with `norm()`, as attributes named like their parameters."""
+        """Makes the norms of the residual stream with `norm()`. Their attributes' names prefix their parameters."""
         del config
         self.pre_self_attention_layer_norm, self.post_self_attention_layer_norm = norm(), norm()
 
     def make_attention(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any], **given: Any) -> Any:
-        """Makes the attention layer. `given`: arguments of `Attention` that `config` does not determine."""
+        """Makes the attention layer. `given`: arguments of `Attention` that override those from `config`."""
         window = config.sliding_window_size if config.attention_type == "local_sliding" else 0
         settings: dict[str, Any] = {
             "heads": config.base_num_query_heads,
@@ -114,7 +114,7 @@ class Block(nnx.Module):
         return self.ATTENTION_CLASS(config.base_emb_dim, **{**settings, **dtypes, **given})
 
     def add_feed_forward(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any]) -> None:
-        """Makes the feed-forward layer and sets it as an attribute named like its parameters."""
+        """Makes the feed-forward layer. Its attribute's name prefixes its parameters."""
         self.mlp = MLP(
             config.base_emb_dim,
             config.base_mlp_dim,
@@ -183,8 +183,8 @@ class Block(nnx.Module):
 
 
 class OuterNorms(Block):
-    """A mixin for blocks that normalizes the additions of attention and MLP to the residual stream, if
-    `use_post_attn_norm` and `use_post_ffw_norm` are set."""
+    """A mixin for blocks. It normalizes the outputs of attention (with `use_post_attn_norm`) and of the MLP (with
+    `use_post_ffw_norm`) before they are added to the residual stream."""
 
     def add_norms(self, config: Config, norm: Callable[[], Any]) -> None:
         super().add_norms(config, norm)

@@ -49,8 +49,8 @@ FAMILY = Family(
             LAYOUTS,
             defaults={},
             whole_heads=True,
-            off=("rope_interleaved",),  # SmolLM, which was trained with nanotron
-            ignored=("is_llama_config", "max_sequence_length", "activation"),  # SmolLM, the first Llama, Falcon3
+            off=("rope_interleaved",),  # in SmolLM, which was trained with nanotron
+            ignored=("is_llama_config", "max_sequence_length", "activation"),  # in SmolLM, Llama 1, Falcon3
             gguf=Gguf("llama", pairs=True),
         )
     ],

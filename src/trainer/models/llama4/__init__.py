@@ -1,1 +1,1 @@
-"""The Llama 4 family, its text model. Sizes: `llama4-*.yml` in config/models/."""
+"""The text model of Llama 4. Sizes: `llama4-*.yml` in config/models/."""

@@ -1,5 +1,6 @@
-"""Llama 4, its text model (Meta 2025; the reference is transformers' modeling_llama4). Layers have RoPE and attend in
-chunks, except for every n-th layer, which has neither. Every layer or every second layer has experts."""
+"""The text model of Llama 4 (Meta 2025; the reference is transformers' modeling_llama4). Every n-th layer has no RoPE
+and attends to the whole sequence. The other layers have RoPE and attend in chunks. Every layer or every second layer
+has experts."""
 
 import functools
 import math
@@ -77,7 +78,7 @@ def _gated(own: str, there: str) -> dict[str, Layout]:
     }
 
 
-# Heads are stored in pairs, as RoPE rotates them.
+# Each head is stored as the adjacent pairs that RoPE rotates, so nothing is reordered.
 LAYOUTS = {
     **{name: layout._replace(rotated="") for name, layout in OF_LLAMA.items()},
     **_gated("mlp", ""),
@@ -90,17 +91,17 @@ LAYOUTS = {
 
 
 def _read(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
-    """See `HuggingFace.read`. As in transformers, lists of layers override intervals; empty `no_rope_layers` do not."""
+    """See `HuggingFace.read`. As in transformers, lists override intervals, but an empty `no_rope_layers` does not."""
     layers, step = said["num_hidden_layers"], said["interleave_moe_layer_step"]
     keys = read_unrotated({**said, "no_rope_layers": said.get("no_rope_layers") or None}, refused)
     if (sparse := said.get("moe_layers")) is not None:
         step = sparse[0] + 1 if sparse else layers + 1
         if sparse != list(range(step - 1, layers, step)) or not sparse:
-            refused.append(f"moe_layers={shortened(str(sparse))} (known: every n-th)")
+            refused.append(f"moe_layers={shortened(str(sparse))} (known: every n-th layer)")
     kinds = _kinds(keys["nope_layer_interval"], layers, said["attention_chunk_size"])
     if (given := said.get("layer_types")) and list(given) != kinds:
         refused.append(f"layer_types={shortened(str(given))} (known: chunked_attention in the layers with RoPE)")
-    tuned = bool(said["attn_temperature_tuning"])  # 4 in files of April 2025
+    tuned = bool(said["attn_temperature_tuning"])  # the number 4 in files of April 2025
     return {**keys, "interleave_moe_layer_step": step, "temperature_tuning": tuned}
 
 
@@ -145,7 +146,7 @@ WITH_IMAGES = Outer(
 
 
 def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
-    """See `Gguf.fields`. llama.cpp uses the published values, and norms queries and keys except with 128 experts."""
+    """See `Gguf.fields`. llama.cpp uses the published values. It sets `use_qk_norm` unless there are 128 experts."""
     fixed = {name: _DEFAULTS[name] for name in ("no_rope_layer_interval", "attention_chunk_size", "floor_scale")}
     return fixed | {"attn_scale": 0.1, "use_qk_norm": said.get("num_local_experts") != 128}
 
@@ -167,7 +168,7 @@ _GGUF = Gguf(
 
 def _maxtext_keys(config: Config) -> dict[str, Any]:
     keys = {"base_mlp_dim": config.base_mlp_dim, "inhomogeneous_layer_cycle_interval": len(_pattern(config))}
-    # In MaxText, only RoPE of type llama3.1 rotates pairs.
+    # In MaxText, only the rope_type llama3.1 rotates adjacent pairs.
     return keys | ({"rope_type": "llama3.1", "rope_use_scale": False} if config.rope_type == "default" else {})
 
 
@@ -176,11 +177,12 @@ def _refuses(config: Config) -> list[str]:
     fixed |= {"rope_linear_scaling_factor": 1} if config.rope_type == "default" else {}
     if config.temperature_tuning:
         fixed |= {"temperature_tuning_scale": 0.1, "temperature_tuning_floor_scale": 8192}
-    refused = [f"{key}={config[key]}: only {value}" for key, value in fixed.items() if config[key] != value]
-    refused += [] if config.chunk_attn_window_size else ["chunk_attn_window_size=0: it needs a size"]
+    refused = [f"{key}={config[key]}: MaxText requires {value}" for key, value in fixed.items() if config[key] != value]
+    refused += [] if config.chunk_attn_window_size else ["chunk_attn_window_size=0: MaxText requires chunks"]
     if config.base_num_decoder_layers % len(_pattern(config)):
         refused.append(
-            f"base_num_decoder_layers={config.base_num_decoder_layers}: only whole repetitions of its pattern"
+            f"base_num_decoder_layers={config.base_num_decoder_layers}: MaxText requires "
+            "whole repetitions of the layer pattern"
         )
     return refused
 

@@ -10,7 +10,7 @@ LENGTHS = ("temperature_tuning_floor_scale", "original_max_position_embeddings")
 def _lengths(config: Config) -> str | None:
     if not config.temperature_tuning or len({config[key] for key in LENGTHS}) == 1:
         return None
-    return "queries of this family grow from the length on from which RoPE is scaled: give both the same number"
+    return "this family scales queries and RoPE beyond the same length: set both keys to the same number"
 
 
 FACTS = Facts(

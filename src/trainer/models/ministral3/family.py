@@ -1,5 +1,5 @@
-"""Ministral 3 and Devstral 2 (Mistral AI 2025): Mistral's block with YaRN. As in Llama 4 (arXiv:2501.19399), a factor
-on queries grows with position, starting at the length at which YaRN starts to scale."""
+"""Ministral 3 and Devstral 2 (Mistral AI 2025): Mistral's block with YaRN. As in Llama 4 (arXiv:2501.19399),
+queries are multiplied by a factor that grows with position, beyond the original length of YaRN."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,14 +18,14 @@ from trainer.ops.temperature import Temperature
 
 
 class Block(llama2.Block):
-    """Llama's block, whose queries grow with `temperature_tuning`."""
+    """Llama's block. With `temperature_tuning`, a factor on queries grows with position."""
 
     def make_attention(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any], **given: Any) -> Any:
         return super().make_attention(config, rngs, dtypes, **grown(config), **given)
 
 
 def grown(config: Config) -> dict[str, Any]:
-    """Returns the argument of an attention layer whose queries grow with `temperature_tuning`."""
+    """Returns the attention layer's argument for `temperature_tuning`; {} if the key is false."""
     if not config.temperature_tuning:
         return {}
     return {"temperature": Temperature(config.temperature_tuning_scale, config.temperature_tuning_floor_scale)}
@@ -40,11 +40,11 @@ ROPE_SIZES = {"temperature_tuning_scale": "llama_4_scaling_beta"}
 
 
 def read(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
-    """See `HuggingFace.read`. Queries grow from the same length from which RoPE is scaled."""
+    """See `HuggingFace.read`. The factor on queries grows beyond YaRN's original length."""
     rope = said.get("rope_scaling") or said.get("rope_parameters") or {}
     if rope.get("llama_4_scaling_beta") is None:
         refused.append("RoPE without llama_4_scaling_beta")
-    original = rope.get("original_max_position_embeddings")  # transformers reads no other one
+    original = rope.get("original_max_position_embeddings")  # transformers reads it only here
     if original is None:
         refused.append("RoPE without original_max_position_embeddings")
     return {} if original is None else {"temperature_tuning_floor_scale": original}
@@ -54,14 +54,16 @@ TEMPERATURE = "attention.temperature_scale"  # a key in GGUF
 
 
 def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
-    """See `Gguf.fields`. llama.cpp scales queries and keys by YaRN's factor, unless a file specifies its divisor."""
+    """See `Gguf.fields`. llama.cpp scales queries and keys by YaRN's factor, unless `LOG` cancels this factor."""
     scale = float(f"{said[LOG]:.7g}") if LOG in said else None
     return {"rope_scaling": {**with_beta(said), **dict.fromkeys(("mscale", "mscale_all_dim"), scale)}}
 
 
 def with_beta(said: Mapping[str, Any], usual: float | None = None) -> dict[str, Any]:
-    """Returns the RoPE object of a GGUF file's values (`Gguf.fields`) with the growth of queries, which GGUF stores as
-    float32. `usual`: the default growth."""
+    """Returns config.json's RoPE object with llama_4_scaling_beta, which GGUF stores as float32.
+
+    `said`: the argument of `Gguf.fields`. `usual`: the default of llama_4_scaling_beta.
+    """
     beta = float(f"{said[TEMPERATURE]:.7g}") if TEMPERATURE in said else usual
     return {**(said["rope_scaling"] or {}), "llama_4_scaling_beta": beta}
 

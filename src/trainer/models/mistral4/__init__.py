@@ -1,1 +1,1 @@
-"""The Mistral 4 family, its text model. Sizes: `mistral-small-4-*.yml` in config/models/."""
+"""The text model of Mistral 4. Sizes: `mistral-small-4-*.yml` in config/models/."""

@@ -1,5 +1,5 @@
-"""Mistral 4 (Mistral AI 2026): DeepSeek's latent attention and experts, scored by a softmax. Queries grow with their
-position, as in Ministral 3."""
+"""Mistral 4 (Mistral AI 2026): DeepSeek's latent attention, and DeepSeek's experts with scores from a softmax. As in
+Ministral 3, a factor on queries grows with position."""
 
 import functools
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ class Block(DenseBlock, block.Experts):
         return times(score, config.routed_scaling_factor)
 
 
-# Each tensor has the matrices of all experts of a layer; one of them merges gate and up.
+# Each tensor contains the matrices of all experts in a layer. One tensor merges gate and up.
 _OURS, _THERE = f"decoder/{deepseek.SPARSE}/{block.NAME}/{block.ROUTED}/", "model.layers.{}.mlp.experts."
 _EXPERTS = {
     f"{_OURS}{name}": Layout(f"{_THERE}{it}", swapped=True)
@@ -62,12 +62,12 @@ _IN_GGUF = {name: it._replace(name=f"{it.name}.weight") for name, it in _EXPERTS
 
 
 def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
-    """See `Gguf.fields`. llama.cpp's converter omits the growth of queries; the published model's value is used."""
+    """See `Gguf.fields`. llama.cpp's converter omits llama_4_scaling_beta; the default is the published value."""
     own = deepseek.fields(said)
     head, rope = own["qk_nope_head_dim"] + own["head_dim"], ministral3.with_beta(said, usual=0.1)
     rope["partial_rotary_factor"] = own["head_dim"] / max(head, 1)
     length = said.get(_LENGTH, original := rope.get("original_max_position_embeddings"))
-    other = {} if length == original else {_LENGTH: length}  # an unknown field
+    other = {} if length == original else {_LENGTH: length}  # an unknown field, so the file is refused
     return {**own, **other, "head_dim": head, "rope_scaling": rope, "topk_method": "softmax"}
 
 

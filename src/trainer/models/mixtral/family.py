@@ -15,7 +15,7 @@ NAME = "MoeBlock_0"
 
 
 class Block(ExpertBlock):
-    """The weights of a token's experts are a softmax over its chosen experts."""
+    """A block with experts, weighted by a softmax over each token's chosen experts."""
 
     NAME = NAME
 

@@ -1,4 +1,4 @@
-"""OLMo 3 (Ai2 2025, arXiv:2512.13961): OLMo 2's block; after every three layers with a window comes one without."""
+"""OLMo 3 (Ai2 2025, arXiv:2512.13961): OLMo 2's block. All layers except every fourth have a window."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -31,7 +31,7 @@ def _maxtext_keys(config: Config) -> dict[str, Any]:
 
 def _refuses(config: Config) -> list[str]:
     layers = config.base_num_decoder_layers
-    uneven = f"base_num_decoder_layers={layers}: a multiple of {PERIOD} there"
+    uneven = f"base_num_decoder_layers={layers}: MaxText requires a multiple of {PERIOD}"
     return [*other_period(config, PERIOD), *([uneven] if layers % PERIOD else [])]
 
 

@@ -8,7 +8,7 @@ from trainer.config.tensors import of_blocks
 def _halves(config: Config) -> str | None:
     if config.partial_rotary_factor == 1 or not config.rope_interleave:
         return None
-    return "a head of which RoPE rotates a part is stored as halves: give rope_interleave=false"
+    return "partly rotated heads are stored as halves: set rope_interleave=false"
 
 
 FACTS = Facts(

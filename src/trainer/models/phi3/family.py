@@ -1,6 +1,6 @@
 """Phi 3 and Phi 4 (Abdin et al. 2024, arXiv:2404.14219, arXiv:2412.08905; Phi-4-mini: arXiv:2503.01743): Llama's block.
-RoPE may have separate factors of wavelengths for long texts (LongRoPE) and may rotate a part of each head. Tensors in
-Hugging Face's format merge queries, keys and values, and gate and up."""
+RoPE may scale wavelengths by other factors for long texts (LongRoPE) and may rotate only a part of each head. Hugging
+Face's format merges queries, keys and values into one tensor, and gate and up into another."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,7 @@ from trainer.models.llama2.family import LAYOUTS, stacks
 
 
 def _read(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
-    """See `HuggingFace.read`. In published models with LongRoPE, windows are as long as texts and have no effect."""
+    """See `HuggingFace.read`. With scaled RoPE, ignores a window that covers the longest text."""
     del refused
     rope = said.get("rope_scaling") or said.get("rope_parameters") or {}
     stretched = (rope.get("rope_type") or rope.get("type") or "default") != "default"
@@ -30,7 +30,7 @@ def no_tokens(config: Config) -> dict[str, Any]:
 
 def _hidden(data: Mapping[str, Any]) -> str:
     window = data.get("sliding_window")
-    return f"sliding_window={window}: its phi3 attends to whole texts" if window else ""
+    return f"sliding_window={window}: llama.cpp's phi3 attends to whole texts" if window else ""
 
 
 GATE_UP = Merged("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj"))

@@ -3,7 +3,7 @@
 from trainer.config.family import Facts
 from trainer.models.qwen3_next.facts import FIXES, READS, WORDS
 
-# In MaxText all layers of this block have experts.
+# In MaxText, the block qwen3_5 always has experts.
 WITH_EXPERTS = {**WORDS, "decoder_block=qwen3_5": "decoder_block=qwen3_5_moe"}
 
 FACTS = Facts(

@@ -1,5 +1,5 @@
 """Qwen 3.5 and 3.6, dense (Qwen team 2026; the reference is transformers' modeling_qwen3_5): `qwen3_next.block` with an
-MLP. Published models are multimodal; their text models are read."""
+MLP. Published models are multimodal; only their text models are read."""
 
 from trainer.layers.delta_net import PROJECTIONS
 from trainer.models.family import Family
@@ -26,7 +26,7 @@ NESTED = {
 
 
 def with_images(model_type: str) -> Outer:
-    """Returns the declaration of the multimodal models. Some programs write their `model_type` into text_config."""
+    """Returns the declaration of the multimodal models. Some programs write `model_type` into text_config, too."""
     return Outer(
         model_type,
         texts=(f"{model_type}_text", model_type),

@@ -6,7 +6,11 @@ from trainer.models.qwen3_next.facts import FIXES, READS, WORDS
 
 
 def _weights(config: Config) -> str | None:
-    return None if config.norm_topk_prob else "this family divides the weights of a token's experts by their sum"
+    return (
+        None
+        if config.norm_topk_prob
+        else "this family divides the weights of a token's experts by their sum: set norm_topk_prob=true"
+    )
 
 
 FACTS = Facts(

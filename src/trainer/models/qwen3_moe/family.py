@@ -15,8 +15,8 @@ NAME = "moe_block"
 
 
 class Block(ExpertBlock):
-    """The weights of a token's experts are the experts' probabilities. `norm_topk_prob` divides these by their sum, so
-    that they equal the softmax over the chosen experts."""
+    """A block with experts, weighted by their probabilities. `norm_topk_prob` divides the weights of a token's experts
+    by their sum, so that they equal the softmax over the chosen experts."""
 
     NAME = NAME
 
@@ -32,7 +32,7 @@ def stacks(config: Config) -> list[Stack]:
 
 def maxtext_refuses(config: Config) -> list[str]:
     """See `MaxText.refuses`."""
-    weights = "norm_topk_prob=False: it always weights experts by the softmax over a token's experts"
+    weights = "norm_topk_prob=False: MaxText always weights experts by the softmax over a token's chosen experts"
     return [] if config.norm_topk_prob else [weights]
 
 
@@ -81,8 +81,8 @@ FAMILY = Family(
                 },
                 fields=lambda said: {"decoder_sparse_step": 1, "norm_topk_prob": True},
             ),
-            off=("qkv_bias", "shared_expert_intermediate_size"),  # of Qwen2 with experts; false and 0 in Qwen3-Coder
-            ignored=("sliding_window", "max_window_layers", "use_qk_norm"),  # windows: if use_sliding_window is false
+            off=("qkv_bias", "shared_expert_intermediate_size"),  # from Qwen2 with experts; false and 0 in Qwen3-Coder
+            ignored=("sliding_window", "max_window_layers", "use_qk_norm"),  # use_sliding_window is always false
         )
     ],
     maxtext=MaxText(norms_heads=True, refuses=maxtext_refuses),

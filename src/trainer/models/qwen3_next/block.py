@@ -20,8 +20,8 @@ from trainer.ops.routing import Score, chosen_of_softmax, softmax_of_chosen
 
 
 class AttentionBlock(llama2.Block):
-    """Llama's block with norms that multiply by 1 + scale, also of each head's queries and keys, and with a gate on
-    each head's result."""
+    """Llama's block with three changes: norms multiply by 1 + scale, each head's queries and keys are normalized too,
+    and a gate multiplies each head's output."""
 
     @staticmethod
     def make_norm(width: int, epsilon: float, dtypes: Mapping[str, Any]) -> Any:
@@ -53,7 +53,7 @@ class RecurrentBlock(AttentionBlock):
 
 
 class Experts(SharedExpertBlock):
-    """A mixin: experts, and a shared expert with a gate, in place of the MLP."""
+    """A mixin that replaces the MLP with routed experts and a gated shared expert."""
 
     NAME, GATED = "mlp", True
 
@@ -76,18 +76,19 @@ def _stacks(config: Config, recurrent: MakeBlock, attention: MakeBlock) -> list[
 
 
 def stacks(config: Config) -> list[Stack]:
-    """Returns the layers of a model without experts, in their pattern."""
+    """Returns the stacks of a model without experts."""
     return _stacks(config, RecurrentBlock, AttentionBlock)
 
 
 def sparse_stacks(config: Config) -> list[Stack]:
-    """Returns the layers of a model with experts, in their pattern."""
+    """Returns the stacks of a model with experts."""
     return _stacks(config, SparseRecurrentBlock, SparseAttentionBlock)
 
 
 def forward_flops(config: Config, keys: float | None = None) -> float:
-    """Returns `models.flops.forward_flops_per_token` plus the FLOPs of gates and of recurrent layers. A recurrent layer
-    counts its matrices, its convolutions and, as MaxText does, eight operations for each number of its memory."""
+    """Returns `models.flops.forward_flops_per_token` plus the FLOPs of gates and of recurrent layers. The FLOPs of a
+    recurrent layer are those of its matrices and convolutions and, as in MaxText, eight for each element of its
+    recurrent state."""
     blocks, gated = config.base_num_decoder_layers + config.mtp_num_layers, attention_blocks(config)
     width, heads = config.base_emb_dim, config.gdn_num_value_heads
     of_keys = 2 * config.gdn_num_key_heads * config.gdn_key_head_dim

@@ -3,8 +3,8 @@
 from trainer.config.family import PATTERN, RECURRENT, Facts
 
 READS = (PATTERN, *RECURRENT, "partial_rotary_factor")
-# Its blocks have these values always; its key use_qk_norm=true would be another norm. Text is rotated in the same way
-# with and without use_mrope.
+# The blocks always have these values of MaxText's arguments. MaxText's use_qk_norm=true would add a different norm, and
+# use_mrope does not change how text is rotated.
 WORDS = dict.fromkeys(("use_qk_norm_in_gdn=true", "use_qk_norm=false", "use_mrope=true", "use_mrope=false"), "")
 FIXES = {"attention_type": "global", "rope_interleave": False, "use_qk_norm": True}
 FACTS = Facts(

@@ -1,5 +1,5 @@
-"""Qwen3-Next (Qwen team 2025): `qwen3_next.block` with experts. Its tensors in Hugging Face's format merge projections:
-each group of outputs belongs to one head."""
+"""Qwen3-Next (Qwen team 2025): `qwen3_next.block` with experts. Hugging Face's format merges projections into one
+tensor, whose outputs are grouped by head."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +21,7 @@ from trainer.models.qwen3_next.maxtext import NEXT
 _OURS, _LAYER = "decoder/layers/", "model.layers.{}."
 _RECURRENT, _LINEAR = f"{_OURS}linear_attention/", f"{_LAYER}linear_attn."
 _PROJECTIONS = {"query": "q", "key": "k", "value": "v", "gating": "z", "beta": "b", "decay": "a"}
-# Of attention and of recurrent layers.
+# The tensors of attention and of recurrent layers.
 MIXERS = {
     **NORMS,
     f"{_OURS}self_attention/query/kernel": Layout(f"{_LAYER}self_attn.q_proj_q.weight", inputs=1, rotated="head_dim"),
@@ -107,7 +107,7 @@ def read(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
 
 
 def read_sparse(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
-    """`read`, and the number of shared experts, which have the width of the routed ones."""
+    """Like `read`, and also returns the number of shared experts, each as wide as a routed expert."""
     width, each = said[_SHARED_WIDTH], said["moe_intermediate_size"]
     if width < 1 or width % each:
         refused.append(f"{_SHARED_WIDTH}={width} (known: multiples of moe_intermediate_size={each})")

@@ -1,4 +1,4 @@
-"""MaxText's parameters of the blocks of Qwen3-Next and of Qwen 3.5 with experts."""
+"""MaxText's parameter names and shapes for the blocks of Qwen3-Next and of Qwen 3.5 with experts."""
 
 import math
 from typing import Any
@@ -17,7 +17,7 @@ _MERGED = {
     "in_proj_ba": ("beta", "decay"),
     "conv1d": ("query_conv", "key_conv", "value_conv"),
 }
-# The modules of a layer whose names differ.
+# The modules of a layer that MaxText names differently.
 _MODULES = {
     "pre_self_attention_layer_norm": "input_layernorm",
     "post_self_attention_layer_norm": "post_attention_layernorm",
@@ -58,7 +58,7 @@ def _each(where: Place) -> list[str]:
 
 
 def _names_of_kinds(name: str, where: Place) -> Named:
-    """See `MaxText.names`. The recurrent layers of a repetition of the pattern are stacked on an axis of their own."""
+    """See `MaxText.names`. The recurrent layers of one repetition of the pattern are stacked on an additional axis."""
     del name
     place, length = where.layers[0] - where.first, where.layers.step
     recurrent = length if where.stack == REMAINDER else length - 1
@@ -74,7 +74,7 @@ def _names_in_order(name: str, where: Place) -> Named:
 
 
 def _more(config: Config) -> dict[str, Any]:
-    """See `MaxText.more`. With `use_qk_norm`, the norms of queries and keys there would multiply by the scale alone."""
+    """See `MaxText.more`. Norms of MaxText's `use_qk_norm` would multiply by the scale alone, not by 1 + scale."""
     return {"use_qk_norm": False, "base_mlp_dim": config.base_moe_mlp_dim}
 
 
@@ -82,12 +82,12 @@ def _refuses(config: Config) -> list[str]:
     refused = refuses_weights(config)
     if config.shared_experts != 1:
         refused.append(
-            f"shared_experts={config.shared_experts}: it has one shared expert, of the width of the others "
+            f"shared_experts={config.shared_experts}: MaxText has one shared expert, as wide as the routed ones "
             "(base_moe_mlp_dim)"
         )
     if config.mtp_num_layers:
         refused.append(
-            f"mtp_num_layers={config.mtp_num_layers}: a module there is a whole repetition of the pattern of layers, "
+            f"mtp_num_layers={config.mtp_num_layers}: MaxText's MTP module is a whole repetition of the layer pattern, "
             "with norms that multiply by the scale alone"
         )
     for key, only in (("rope_type", "default"), ("rope_linear_scaling_factor", 1)):
@@ -98,13 +98,13 @@ def _refuses(config: Config) -> list[str]:
 
 def _refuses_rest(config: Config) -> list[str]:
     layers, every = config.base_num_decoder_layers, config[PATTERN]
-    rest = f"base_num_decoder_layers={layers}: it leaves out layers after the last whole repetition of {every}"
+    rest = f"base_num_decoder_layers={layers}: MaxText omits layers after the last whole repetition of {every} layers"
     return [*_refuses(config), *([rest] if layers % every else [])]
 
 
 _KEYS = (PATTERN, *RECURRENT, CHUNK, "partial_rotary_factor", "shared_experts")
 NEXT = MaxText(norms_heads=True, names=_names_of_kinds, joined=_JOINED, keys=_KEYS, more=_more, refuses=_refuses)
-# Its block qwen3_5 has experts.
+# MaxText's block qwen3_5 has experts.
 WITH_EXPERTS = MaxText(
     norms_heads=True,
     names=_names_in_order,
@@ -114,5 +114,5 @@ WITH_EXPERTS = MaxText(
     refuses=_refuses_rest,
 )
 DENSE = MaxText(
-    refuses=lambda config: ["decoder_block=qwen3_5: all of its layers have experts; here that is qwen3_5_moe"]
+    refuses=lambda config: ["decoder_block=qwen3_5: all layers of MaxText's block have experts, as in qwen3_5_moe"]
 )

@@ -1,4 +1,4 @@
-"""SmolLM3 (Hugging Face 2025): Llama's block; every fourth layer has no RoPE (arXiv:2501.18795)."""
+"""SmolLM3 (Hugging Face 2025): Llama's block, but every fourth layer has no RoPE (arXiv:2501.18795)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,7 +24,7 @@ class Unrotated(llama2.Block):
 
 
 def stacks(config: Config) -> list[Stack]:
-    """Returns the layers, in their pattern with and without RoPE."""
+    """Returns the stacks, in which every `nope_layer_interval`-th layer has no RoPE; -1: all layers have RoPE."""
     every = config.nope_layer_interval
     blocks = [llama2.Block] if every == -1 else [*[llama2.Block] * (every - 1), Unrotated]
     return repeated(blocks, config.base_num_decoder_layers)
@@ -33,7 +33,7 @@ def stacks(config: Config) -> list[Stack]:
 def _write(config: Config) -> dict[str, Any]:
     every, layers = config.nope_layer_interval, config.base_num_decoder_layers
     interval = {} if every == -1 else {"no_rope_layer_interval": every}
-    # Without these fields, transformers uses the tokens of the published vocabulary.
+    # Null: if these fields were missing, transformers would use the special tokens of the published vocabulary.
     tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     return {"no_rope_layers": rotated(every, layers), **interval, **tokens}
 

@@ -1,4 +1,4 @@
-"""The model's fields in a GGUF file: converted to a config.json, and from a config.json."""
+"""Converts the model's fields in a GGUF file to the content of a config.json, and back."""
 
 import itertools
 import math
@@ -14,12 +14,12 @@ from trainer.leaves.gguf_file import GgufHeader
 from trainer.models.gguf import ATTENTION, EPSILON, LOG, USED
 from trainer.models.huggingface import HuggingFace
 
-# The tensors with RoPE factors: for type llama3, and for longrope's long and short texts.
+# The tensors with RoPE factors: one for RoPE type llama3, and two for long and short texts with longrope.
 FREQUENCIES, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 FACTORS = (FREQUENCIES, LONG, SHORT)
 _SCALING, _ORIGINAL, _ROTATED = "rope.scaling.", "rope.scaling.original_context_length", "rope.dimension_count"
 # RoPE parameters of type llama3 that a GGUF file lacks, with their values in all published models.
-_LOW, _HIGH, _ORIGINAL_LLAMA3 = 1.0, (4.0, 1.0), 8192  # 1: of Llama 4
+_LOW, _HIGH, _ORIGINAL_LLAMA3 = 1.0, (4.0, 1.0), 8192  # 1.0: Llama 4
 _NORM = "blk.0.attn_q_norm.weight"
 _BIASES = "blk.0.attn_q.bias", "blk.0.attn_qkv.bias"
 _HEAD, _VALUES = "attention.key_length", "attention.value_length"
@@ -30,14 +30,14 @@ Factors = Mapping[str, np.ndarray]
 
 
 def read_fields(header: GgufHeader, hf: HuggingFace, factors: Factors) -> dict[str, Any]:
-    """Returns the content of a config.json.
+    """Returns the fields of a GGUF file as the content of a config.json.
 
     Args:
       hf: the family's declaration, including `gguf`.
       factors: the values of those tensors in `FACTORS` that the file contains.
 
     Raises:
-      UserError: a value has the wrong type, or its meaning is not known.
+      UserError: a value has the wrong type or is missing, or a key is unknown.
     """
     it = hf.gguf
     assert it
@@ -46,7 +46,7 @@ def read_fields(header: GgufHeader, hf: HuggingFace, factors: Factors) -> dict[s
     known = {*it.sizes, *it.numbers, *it.more, *_HARMLESS, *(f"{_SCALING}{name}" for name in _ROPE)}
     if unknown := sorted(own - known - {_VALUES, _ROTATED}):
         named = ", ".join(shortened(visible(f"{name}={header.values[prefix + name]}")) for name in unknown)
-        raise UserError(f"{header.path}: {named}: not known, so it may change the function")
+        raise UserError(f"{header.path}: {named}: not known, so it may change the model's output")
     if lacking := [f"{prefix}{name}" for name in (EPSILON, USED, *it.needs) if name in known - own]:
         raise UserError(f"{header.path}: {', '.join(lacking)}: missing, and llama.cpp has no default")
     said = {field: header.get(prefix + name, int) for name, field in it.sizes.items()}
@@ -80,7 +80,7 @@ def read_fields(header: GgufHeader, hf: HuggingFace, factors: Factors) -> dict[s
 
 
 def _heads(header: GgufHeader, prefix: str, said: Mapping[str, Any], partial: bool) -> dict[str, Any]:
-    """Returns the fields with a head's sizes."""
+    """Returns the fields for the head size and, if `partial`, the share of each head that RoPE rotates."""
     heads, width = said.get("num_attention_heads", 0), said.get("hidden_size", 0)
     head = said.get("head_dim", width // max(heads, 1))
     rotated = header.get(f"{prefix}{_ROTATED}", int, head)
@@ -94,14 +94,16 @@ def _of_latents(header: GgufHeader, more: Mapping[str, Any]) -> dict[str, Any]:
     """Returns YaRN's fields that scale the scores of latent attention. Without LOG, llama.cpp would also scale RoPE."""
     scale = round(10 * more.get(LOG, 0), 6)
     if scale <= 0 or more.get(ATTENTION, 1) != 1:
-        raise UserError(f"{header.path}: YaRN with latent attention is read with {LOG} and without {ATTENTION} only")
+        raise UserError(
+            f"{header.path}: YaRN with latent attention requires a positive {LOG}, and does not support {ATTENTION}"
+        )
     return {"mscale": scale, "mscale_all_dim": scale}
 
 
 def _scaling(
     header: GgufHeader, prefix: str, said: Mapping[str, Any], more: Mapping[str, Any], factors: Factors
 ) -> dict[str, Any] | None:
-    """Returns rope_scaling."""
+    """Returns the field rope_scaling; None if RoPE is not scaled."""
     kind = header.get(f"{prefix}{_SCALING}type", str, "none")
     original = header.get(f"{prefix}{_ORIGINAL}", int)
     attention = more.get(ATTENTION)
@@ -118,7 +120,9 @@ def _scaling(
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
     if kind != "yarn":
-        raise UserError(f"{header.path}: RoPE of type {shortened(visible(kind))} is not read (known: linear, yarn)")
+        raise UserError(
+            f"{header.path}: RoPE type {shortened(visible(kind))} is not supported (supported: linear, yarn)"
+        )
     betas = {name: header.get(f"{prefix}{_SCALING}yarn_{name}", float) for name in ("beta_fast", "beta_slow")}
     given = {name: shortest(value) for name, value in betas.items() if value is not None}
     context = said.get("max_position_embeddings", 0)
@@ -139,13 +143,13 @@ def _llama3(header: GgufHeader, said: Mapping[str, Any], found: np.ndarray, orig
             if wanted.shape == found.shape and np.allclose(wanted, found, rtol=1e-5, atol=0):
                 return {"rope_type": "llama3", **rope}
     raise UserError(
-        f"{header.path}: {FREQUENCIES} has other factors than those of RoPE of type llama3 that are read, with "
-        f"low_freq_factor={_LOW}, high_freq_factor=4.0 or 1.0 and the original length {original or _ORIGINAL_LLAMA3}"
+        f"{header.path}: the factors in {FREQUENCIES} are not those of RoPE type llama3 with low_freq_factor={_LOW}, "
+        f"high_freq_factor=4.0 or 1.0 and the original length {original or _ORIGINAL_LLAMA3}; others are not supported"
     )
 
 
 def llama3_frequencies(rope: Mapping[str, Any], theta: float, head: int) -> np.ndarray:
-    """Returns the divisor of each frequency of a head in RoPE of type llama3, float32 [head / 2].
+    """Returns the divisor of each frequency of a head under RoPE type llama3, float32 [head / 2].
 
     Source: transformers, `_compute_llama3_parameters`.
     """
@@ -159,7 +163,7 @@ _POSITIONS = "original_max_position_embeddings"
 
 
 def written_fields(hf: HuggingFace, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keys and values for `data`, a config.json as this trainer writes it."""
+    """Returns the GGUF keys and values for `data`, the content of a config.json that this trainer writes."""
     it = hf.gguf
     assert it
     found: dict[str, Any] = {name: data.get(field) for name, field in it.sizes.items()}
@@ -188,7 +192,7 @@ def written_fields(hf: HuggingFace, data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def written_factors(data: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Returns the values of `FACTORS`, float32 [n], for `data`, a config.json as this trainer writes it."""
+    """Returns the tensors in `FACTORS`, float32 [n], for `data`, the content of a config.json from this trainer."""
     rope = data.get("rope_scaling") or {}
     if rope.get("rope_type") == "llama3":
         return {FREQUENCIES: llama3_frequencies(rope, data["rope_theta"], data["head_dim"])}

@@ -1,4 +1,4 @@
-"""GGUF files as checkpoints. They are read like a Hugging Face folder in one file."""
+"""Reads GGUF files as checkpoints, in the same way as Hugging Face folders."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -52,7 +52,7 @@ class GgufSource(HuggingFaceSource):
         header, where = read_gguf(path), str(path)
         if (parts := header.get("split.count", int, 1)) > 1:
             raise UserError(
-                f"{path}: one of {parts} parts; llama.cpp's llama-gguf-split --merge makes one file of them"
+                f"{path} is one of {parts} parts; merge them into one file with llama.cpp's llama-gguf-split --merge"
             )
         stored = stored_tensors(header)
         hf, data = fields_of(header, stored)
@@ -69,7 +69,7 @@ class GgufSource(HuggingFaceSource):
         return super()._declared(config)._replace(layouts=self._layouts)
 
     def _check_copy(self, name: str, of: str, otherwise: str) -> None:
-        """Skips the comparison if the two have different quantized types, because their values then differ."""
+        """Skips the comparison if the two tensors have different types, because their values then differ."""
         if len({self._tensors[it].type for it in (name, of)}) == 1:  # type: ignore[union-attr]
             super()._check_copy(name, of, otherwise)
 
@@ -78,16 +78,16 @@ class GgufSource(HuggingFaceSource):
 
 
 def fields_of(header: GgufHeader, stored: Mapping[str, GgufTensor]) -> tuple[HuggingFace, dict[str, Any]]:
-    """Returns the declaration of the family of a file, and the content of its config.json.
+    """Returns the declaration of a file's family, and the file's fields as the content of a config.json.
 
     Raises:
-      UserError: see `read_fields`, or the architecture is unknown.
+      UserError: the architecture is unknown, or see `read_fields`.
     """
     hf = read_as(header, header.get("general.architecture", str, "(none)"))
     factors = {name: stored[name] for name in FACTORS if name in stored}
     for name, it in factors.items():
         if len(it.shape) != 1 or it.kind != "F32" or it.shape[0] > 1 << 16:
-            raise UserError(f"{header.path}: {name} is not a list of float32")
+            raise UserError(f"{header.path}: {name} is not a list of at most 65,536 float32 values")
     return hf, read_fields(header, hf, {name: it.read((slice(0, it.shape[0]),)) for name, it in factors.items()})
 
 
@@ -106,7 +106,7 @@ def read_as(header: GgufHeader, name: str) -> HuggingFace:
         how = f"with these values of {COUNT}, expert_gating_func and {EPSILON}" if own else f"(known: {known})"
         raise UserError(
             f"{header.path}: general.architecture={shortened(visible(name))}{experts} is "
-            f"not read {how}; a folder of Hugging Face with this model may be"
+            f"not read {how}; try a Hugging Face folder of this model"
         )
     return found[0]
 

@@ -1,4 +1,4 @@
-"""Tensors in GGUF files: their names, and their values with Hugging Face's names and order of entries."""
+"""Tensors in GGUF files: converts their names and the order of their entries from and to those of Hugging Face."""
 
 import functools
 import math
@@ -18,13 +18,14 @@ from trainer.models.gguf import Gguf
 from trainer.models.huggingface import EXPERT
 
 _FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
-# The types that gguf 0.19 dequantizes, all in blocks within a row. NVFP4 has a second scale in another tensor.
+# The types that gguf 0.19 dequantizes, all in blocks within a row. NVFP4 is not supported, because its second scale is
+# in another tensor.
 QUANTIZED = (
     *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "IQ4_NL", "IQ4_XS"),
     *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0"),
 )
 _STRIP = 1 << 22  # values to dequantize at once
-OF_LATENTS = "self_attn.kv_b_proj.weight"  # latents to keys and values; a file has two tensors or one
+OF_LATENTS = "self_attn.kv_b_proj.weight"  # maps latents to keys and values; a file stores it as two tensors or as one
 MERGED = "self_attn.qkv_proj"
 _LAYER = re.compile(r"model\.layers\.(\{\}|[0-9]+)\.")
 _PERMUTED = tuple(f"self_attn.{name}_proj.{end}" for name in "qk" for end in ("weight", "bias"))
@@ -51,8 +52,8 @@ def kinds() -> Mapping[int, tuple[str, int, int]]:
 
 
 def name_there(it: Gguf, name: str) -> str | None:
-    """Returns the GGUF name of Hugging Face's tensor `name`, with {} in the same place; None if the architecture has no
-    such tensor. A GGUF file stores all experts of a layer in one tensor."""
+    """Returns the GGUF name of Hugging Face's tensor `name`, with {} in the same position; None if the architecture has
+    no such tensor. A GGUF file stores all experts of a layer in one tensor."""
     gguf, number = package(), _LAYER.match(name)
     whole = name.replace(f".{EXPERT}", "").replace("_correction_bias", "_correction.bias")
     names = _names(next(arch for arch, known in gguf.MODEL_ARCH_NAMES.items() if known == it.name))
@@ -72,8 +73,9 @@ class GgufTensor(NamedTuple):
       type: the name of its type in ggml.
       block: the numbers of values and of bytes in a block.
       shape: as in Hugging Face.
-      head: the number of entries of a head whose halves are stored as adjacent pairs; 0 if the order is the same.
-      one: whether reading adds 1 to the stored values.
+      head: the head size if the two halves of each head are stored as adjacent pairs; 0 if the order is that of Hugging
+        Face.
+      one: whether the values are stored with 1 added, which reading subtracts.
     """
 
     path: Path
@@ -100,7 +102,7 @@ class GgufTensor(NamedTuple):
         return math.prod(self.shape) // self.block[0] * self.block[1]
 
     def rows(self, first: int, count: int) -> "GgufTensor":
-        """Returns the tensor of `count` rows from row `first` on."""
+        """Returns the tensor of `count` rows, starting at row `first`."""
         each = self.nbytes // self.shape[0]
         return self._replace(shape=(count, *self.shape[1:]), start=self.start + first * each)
 
@@ -140,7 +142,7 @@ class GgufTensor(NamedTuple):
 
 
 class KeysAndValues(NamedTuple):
-    """The tensor `OF_LATENTS`, [heads * (keys + values), latent], as llama.cpp stores it since April 2025.
+    """The tensor `OF_LATENTS`, [heads * (keys + values), latent], which llama.cpp has split in two since April 2025.
 
     Attributes:
       keys: [heads, latent, keys].
@@ -201,7 +203,7 @@ def cut_latents(value: np.ndarray, name: str, keys: int, values: int) -> np.ndar
 
 
 def divided(stored: Mapping[str, GgufTensor], data: Mapping[str, Any]) -> dict[str, GgufTensor]:
-    """Returns `stored` with separate queries, keys and values in place of the merged ones in files of older GLM.
+    """Returns `stored` with the merged query-key-value tensors in files of older GLM models split into three.
 
     Args:
       data: the content of a config.json.
@@ -222,7 +224,7 @@ def stored_tensors(header: GgufHeader) -> dict[str, GgufTensor]:
     """Returns the tensors of a file by their GGUF names.
 
     Raises:
-      UserError: lists tensors that have unsupported types, lie outside of the file or overlap.
+      UserError: tensors have unsupported types, extend beyond the file, or overlap; the message lists them.
     """
     found, problems, free = dict[str, GgufTensor](), [], 0
     for name, (kind, shape, start) in sorted(header.tensors.items(), key=lambda it: it[1].start):
@@ -233,12 +235,12 @@ def stored_tensors(header: GgufHeader) -> dict[str, GgufTensor]:
         elif type_name not in _FLOATS and len(shape) < 2:
             problems.append(f"{shortened(visible(name))}: a list of values of type {type_name} is not read")
         elif start < free or start + tensor.nbytes > header.size:
-            problems.append(f"{shortened(visible(name))}: its bytes are not in the file, or those of another tensor")
+            problems.append(f"{shortened(visible(name))}: its bytes are not in the file, or overlap another tensor")
         found[name], free = tensor, start + tensor.nbytes
     if problems:
         more = [f"and {len(problems) - 20} more"] if len(problems) > 20 else []
         known = ", ".join([*_FLOATS, *QUANTIZED])
-        raise UserError("\n  ".join([f"{header.path}: (types that are read: {known})", *problems[:20], *more]))
+        raise UserError("\n  ".join([f"{header.path}: (supported types: {known})", *problems[:20], *more]))
     return found
 
 

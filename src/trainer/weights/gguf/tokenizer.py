@@ -1,4 +1,4 @@
-"""Writes a tokenizer into a GGUF file; the inverse of `data.gguf_tokenizer`."""
+"""Converts a tokenizer to the fields of a GGUF file; the inverse of `data.gguf_tokenizer`."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -35,7 +35,7 @@ from trainer.leaves.gguf_file import GgufHeader
 from trainer.models.gguf_words import WORDS, words_of
 
 _OF_PIECES = ("Prepend", "Metaspace", "Replace", "Split")  # the steps of tokenizers converted from sentencepiece
-# A text in ten scripts, to compare its tokens.
+# A text in ten scripts, with which two tokenizers are compared.
 _SAMPLE = (
     " It's   12345 + 6.78e-9 items,\tHe'LL say:\r\n\n  \u201cna\u00efve caf\u00e9\u201d <|x|> </s>; "
     "\u041f\u0440\u0438\u0432\u0435\u0442 \u0394\u03ad\u03bb\u03c4\u03b1 \u05e9\u05dc\u05d5\u05dd "
@@ -49,19 +49,19 @@ def tokenizer_values(place: Path, about: About, rows: int, say: Callable[[str], 
 
     Args:
       about: the model's `About`, with the tokens that end a text.
-      rows: the model's number of tokens. llama.cpp requires a name for each token.
+      rows: the vocabulary size of the model. llama.cpp requires a name for each token.
       say: receives a line if something cannot be written.
 
     Raises:
       UserError: GGUF cannot represent this tokenizer.
     """
     if not has_tokenizer(place, "auto"):
-        say(f"{place}: there is no tokenizer, so the file has none, and llama.cpp reads tokens only")
+        say(f"{place}: there is no tokenizer, so the GGUF file has none, and llama.cpp accepts only token ids")
         return {KIND: NO_TOKENIZER}
     tokenizer = load_tokenizer(str(place), "auto", add_bos=True, add_eos=True)
     if not isinstance(tokenizer, JsonTokenizer):
         raise UserError(
-            f"{place}: format=gguf writes tokenizers of a {JSON_FILE}, not one of type "
+            f"{place}: format=gguf writes only tokenizers with a {JSON_FILE}, not one of type "
             f"{type(tokenizer).__name__.removesuffix('Tokenizer').lower()}"
         )
     spec = json.loads(tokenizer.saved_files()[JSON_FILE])
@@ -79,7 +79,7 @@ def tokenizer_values(place: Path, about: About, rows: int, say: Callable[[str], 
         own = _pieces(spec, names, kinds, place)
     ends = [token for token in dict.fromkeys([special.get("eos_token"), *about.ends]) if token is not None]
     if len(ends) > 1 + len(MORE_ENDS):
-        say(f"of the tokens that end a text, {ends}, a GGUF file has {ends[: 1 + len(MORE_ENDS)]}")
+        say(f"a GGUF file can store only {ends[: 1 + len(MORE_ENDS)]} of the tokens that end a text, {ends}")
     found = {
         **own,
         f"{OWN}tokens": names,
@@ -105,7 +105,7 @@ def _byte_level(spec: Mapping[str, Any], place: Path) -> dict[str, Any]:
     if (name := words_of(spec)) is None:
         what = shortened(json.dumps(spec.get("pre_tokenizer")))
         raise UserError(
-            f"{place}: its tokenizer splits texts into words in a way that has no name here ({what}); known: "
+            f"{place}: its tokenizer splits texts into words in an unsupported way ({what}); supported: "
             f"{', '.join(WORDS)}"
         )
     merges = [it if isinstance(it, str) else " ".join(it) for it in spec["model"]["merges"]]
@@ -113,15 +113,15 @@ def _byte_level(spec: Mapping[str, Any], place: Path) -> dict[str, Any]:
 
 
 def _pieces(spec: Mapping[str, Any], names: list[str], kinds: list[int], place: Path) -> dict[str, Any]:
-    """Returns the values of a tokenizer that was converted from a sentencepiece model. Completes `kinds`."""
+    """Returns the values of a tokenizer that was converted from a sentencepiece model. Updates `kinds` in place."""
     model, normalizer = spec["model"], spec.get("normalizer") or {}
     steps = [*normalizer.get("normalizers", [normalizer]), spec.get("pre_tokenizer") or {}]
     first = [it for it in steps if it.get("type") in ("Prepend", "Metaspace")]
     other = [it["type"] for it in steps if it.get("type", "Replace") not in _OF_PIECES]
     if model.get("type") != "BPE" or not model.get("byte_fallback") or other:
         raise UserError(
-            f"{place}: format=gguf writes byte-level BPE, and BPE with byte_fallback as of sentencepiece; this is "
-            f"{shortened(' '.join([model.get('type', 'another model'), *other]))}"
+            f"{place}: format=gguf writes byte-level BPE, and sentencepiece's BPE with byte_fallback; this "
+            f"tokenizer is {shortened(' '.join([model.get('type', 'another model'), *other]))}"
         )
     for i, name in enumerate(names):
         if name == model.get("unk_token"):
@@ -137,7 +137,7 @@ def _pieces(spec: Mapping[str, Any], names: list[str], kinds: list[int], place: 
     }
     again = merges_of(scores, model["vocab"], str(place))
     if sorted(again) != sorted(pairs) or [*dict.fromkeys(a + b for a, b in again)] != [*ranks]:
-        raise UserError(f"{place}: its merges do not follow from scores of its tokens, as GGUF has them")
+        raise UserError(f"{place}: its merges cannot be derived from scores of its tokens, which GGUF stores instead")
     prefix = any(it.get("prepend_scheme", "first") != "never" for it in first)
     return {
         KIND: PIECES,
@@ -148,7 +148,7 @@ def _pieces(spec: Mapping[str, Any], names: list[str], kinds: list[int], place: 
 
 
 def _check(values: Mapping[str, Any], tokenizer: JsonTokenizer, place: Path) -> None:
-    """Checks that the tokenizer, and the tokenizer read back from `values`, give the same tokens for a text."""
+    """Checks that `tokenizer` and the tokenizer read back from `values` encode a sample text identically."""
     import tokenizers
 
     held = {**values, f"{OWN}token_type": np.array(values[f"{OWN}token_type"], np.int32)}
@@ -158,5 +158,5 @@ def _check(values: Mapping[str, Any], tokenizer: JsonTokenizer, place: Path) -> 
     again.encode_special_tokens = True
     if again.encode(_SAMPLE, add_special_tokens=False).ids != tokenizer.encode(_SAMPLE):
         raise UserError(
-            f"{place}: llama.cpp's tokenizer of this kind gives other tokens, so format=gguf cannot hold it"
+            f"{place}: llama.cpp's tokenizer of this kind yields other tokens, so format=gguf cannot represent it"
         )

@@ -75,20 +75,21 @@ def write_gguf(
     Args:
       config: resolved.
       dtype: the dtype of the matrices, one of `export.GGUF_DTYPES`; None: as stored.
-      about: the model's `About`, with the tokens that end a text, and text lengths.
+      about: the model's metadata, including the tokens that end a text and the maximum text length.
       tokenizer: the folder or file of its tokenizer.
       say: receives a line for each deviation from what was requested.
 
     Raises:
-      UserError: llama.cpp has no such model or tokenizer, or a value exceeds float16.
+      UserError: llama.cpp cannot represent the model or its tokenizer, or a value is too large for float16.
     """
     hf = hugging_face(config)
     if hf.gguf is None:
         raise UserError(
-            f"format=gguf: models of the type {hf.model_type} are not written; docs/guides/weights.md has all"
+            f"format=gguf does not support models of type {hf.model_type}; docs/guides/weights.md lists the supported "
+            "models"
         )
     if not dtype and (mixed := [name for name, leaf in leaves.items() if leaf.mixed]):
-        raise UserError(f"{mixed[0]}: its layers are stored in several dtypes; give dtype=float32, which loses nothing")
+        raise UserError(f"{mixed[0]}: its layers are stored in several dtypes; give dtype=float32, which is lossless")
     for note in length_notes(config, about.fields):
         say(note)
     data = config_json(config, "float32", about.fields)
@@ -101,7 +102,7 @@ def write_gguf(
         say(f"llama.cpp's {hf.gguf.name} differs: {hf.gguf.note}")
     most = _TYPES.get(dtype or "", (dtype or "").upper()) or written[0].kind
     if other := [each.names[0] for each in written if most.startswith("Q") and each.kind == "F16"]:
-        say(f"rows that are no multiple of 32 values are written as float16: {', '.join(other)}")
+        say(f"tensors with rows that are not a multiple of 32 values are written as float16: {', '.join(other)}")
     writer = _header(hf.gguf, most, values, written, factors)
     try:
         writer.write_header_to_file(path)
@@ -132,7 +133,7 @@ def _plan(config: Config, leaves: Mapping[str, Leaf], dtype: str | None) -> list
         names = tuple(each[i] for i in sorted(each))
         kinds_of = {leaves[name].dtype.name for name in names}
         if not dtype and len(kinds_of) > 1:
-            raise UserError(f"{of}: its parts are stored in several dtypes; give dtype=float32, which loses nothing")
+            raise UserError(f"{of}: its parts are stored in several dtypes; give dtype=float32, which is lossless")
         shapes = [tensors_of(layouts[name], places[name], leaves[name].shape)[0][1] for name in names]
         axis = how.axis % len(shapes[0]) if how else 0
         shape = tuple(sum(sizes) if i == axis else sizes[0] for i, sizes in enumerate(zip(*shapes, strict=True)))
@@ -170,7 +171,7 @@ def _kind(there: str, shape: tuple[int, ...], dtype: str | None, stored: str, *r
 
 
 def _tensors(config: Config, leaves: Mapping[str, Leaf], each: _Written, tick: Tick) -> Iterator[np.ndarray]:
-    """Yields each layer's tensor in the file's form, with all experts in one."""
+    """Yields each layer's tensor in the form of the file, with all experts of a layer in one tensor."""
     hf = hugging_face(config).in_gguf()
     layouts = layouts_of(config, places_of(config, leaves), hf)
     assert hf.gguf
@@ -193,7 +194,7 @@ def _header(
     written: Sequence[_Written],
     factors: Mapping[str, np.ndarray],
 ) -> Any:
-    """Returns gguf's writer with all keys and the positions of all tensors. `most`: the type of most values."""
+    """Returns gguf's writer with all keys and the metadata of all tensors. `most`: the type of most values."""
     gguf = package()
     writer = gguf.GGUFWriter(None, it.name)
     writer.add_type("model")
@@ -221,7 +222,7 @@ def _check(
     written: Sequence[_Written],
     factors: Mapping[str, np.ndarray],
 ) -> None:
-    """Checks that the file will be read as the same model, although its numbers are float32.
+    """Checks that reading the file back would yield the same model. Compares numbers as float32, as in the file.
 
     Raises:
       UserError: the two models differ.
@@ -252,7 +253,7 @@ def _announce(writer: Any, name: str, shape: tuple[int, ...], kind: str) -> None
 
 
 def _matrices(leaf: Leaf, layout: Layout, head: int, tick: Tick) -> Iterator[np.ndarray]:
-    """Yields each layer's tensor in Hugging Face's form, with all experts in one."""
+    """Yields each layer's tensor in Hugging Face's form, with all experts of a layer in one tensor."""
     for layer in leaf.layers(tick) if "{}" in layout.name else [leaf.read(leaf.dtype, tick)]:
         if layout.of_experts:
             yield np.stack([layout.to_theirs(value, head) for value in layer])

@@ -1,1 +1,1 @@
-"""Folders of Hugging Face: config.json, safetensors, quantized matrices."""
+"""Hugging Face folders: config.json, safetensors, quantized matrices."""

@@ -1,7 +1,7 @@
-"""Tensors of all experts of a layer, in folders of families whose layouts have one tensor for each expert.
+"""Splits tensors that bundle all experts of a layer, for families whose layouts have one tensor for each expert.
 
-In transformers 5, `gate_up_proj` of a layer's experts is [experts, 2 hidden, width], for each expert the rows of the
-gate and then those of the other matrix; `down_proj` is [experts, width, hidden].
+In transformers 5, `gate_up_proj` of a layer's experts is [experts, 2 hidden, width]: for each expert, the rows of
+`gate_proj` followed by those of `up_proj`. `down_proj` is [experts, width, hidden].
 """
 
 from collections.abc import Mapping
@@ -16,8 +16,8 @@ _EACH = f".experts.{EXPERT}.gate_proj.weight"
 
 
 def with_experts(tensors: Mapping[str, StoredTensor], hf: HuggingFace) -> dict[str, StoredTensor]:
-    """Returns `tensors`, by name, with the tensors of all experts replaced by a tensor for each expert, if the layouts
-    of `hf` have these. Tensors of other shapes stay. Reads nothing."""
+    """Returns `tensors`, by name, with each bundled tensor replaced by one tensor for each expert and matrix, if the
+    layouts of `hf` expect one tensor for each expert. Tensors with other shapes are unchanged. Reads no values."""
     found = dict(tensors)
     if not any(layout.name.endswith(_EACH) for layout in hf.layouts.values()):
         return found

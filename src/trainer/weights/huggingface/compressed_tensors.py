@@ -1,7 +1,8 @@
-"""The layout of compressed-tensors (0.20) for quantized matrices, for transformers and vLLM. Pure functions.
+"""Writes quantized matrices in the layout of compressed-tensors (0.20), for transformers and vLLM. Pure functions.
 
 int4 and int8 become `pack-quantized`: symmetric, with scales per output or per group of inputs. float8_e4m3fn becomes
-`float-quantized`: with one scale, or scales per output or per block. Only weights are quantized. `packed` reads them.
+`float-quantized`: with one scale, or scales per output or per block. Only weights are quantized. `packed` reads
+this layout.
 """
 
 import collections
@@ -30,15 +31,15 @@ def scheme_of(kind: str, block: tuple[int, int]) -> Scheme:
       block: the numbers of outputs and of inputs that share a scale; 0: all of them.
 
     Raises:
-      UserError: compressed-tensors has no such layout.
+      UserError: compressed-tensors has no layout for this kind and block.
     """
     if kind not in _CODES:
-        raise UserError(f"compressed-tensors: kind {kind} is not written; known: {', '.join(_CODES)}")
+        raise UserError(f"compressed-tensors: kind {kind} cannot be written; known: {', '.join(_CODES)}")
     rows, columns = block
     if rows != 1 and (kind != "fp8" or (rows == 0) != (columns == 0)):
         known = "one output" if kind != "fp8" else "one output, blocks of both axes, or the whole matrix"
         raise UserError(
-            f"compressed-tensors: {kind} with scales of {list(block)} weights is not written; known: {known}"
+            f"compressed-tensors: {kind} with scales of {list(block)} weights cannot be written; known: {known}"
         )
     return Scheme(kind, block, "plain" if kind == "fp8" else "packed")
 
@@ -57,7 +58,7 @@ def tensors_of(name: str, shape: tuple[int, int], scheme: Scheme, scales: np.dty
     """
     out, into = shape
     if scheme.block[1] and into % scheme.block[1]:
-        raise UserError(f"{name}: {into} inputs are not a multiple of {scheme.block[1]}, the inputs that share a scale")
+        raise UserError(f"{name}: {into} inputs are not a multiple of {scheme.block[1]}, the group size")
     tiles = tuple(-(-size // (part or size)) for size, part in zip(shape, scheme.block, strict=True))
     scale = {f"{name}_scale": ((1,) if scheme.block == (0, 0) else tiles, scales)}
     if scheme.layout == "plain":
@@ -69,7 +70,7 @@ def tensors_of(name: str, shape: tuple[int, int], scheme: Scheme, scales: np.dty
 def arrays_of(
     name: str, codes: np.ndarray, scales: np.ndarray, scheme: Scheme, dtype: np.dtype = FLOAT32
 ) -> dict[str, np.ndarray]:
-    """Returns the values of `tensors_of`.
+    """Returns the values of the tensors that `tensors_of` describes.
 
     Args:
       codes: [out, in]; int8, also for int4, whose values are in [-8, 7], or float8_e4m3fn.
@@ -97,7 +98,7 @@ def quantization_config(schemes: Mapping[str, Scheme], others: Collection[str]) 
     groups = {}
     for i, (scheme, _) in enumerate(counts):
         own = [name.removesuffix(_SUFFIX) for name, each in schemes.items() if each == scheme]
-        # A name takes precedence over a class, so the most frequent scheme needs no names.
+        # The most frequent scheme targets the class: names of other schemes take precedence over it.
         targets = own if i else ["Linear"]
         groups[f"group_{i}"] = {
             **{"targets": targets, "weights": _weights(scheme), "format": _FORMATS[scheme.layout]},

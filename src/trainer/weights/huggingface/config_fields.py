@@ -12,7 +12,7 @@ from trainer.weights.huggingface.quantization_config import FIELDS as QUANTIZED
 
 # Fields for the number of experts. transformers reads all of them for every family; its versions write different ones.
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
-# Fields of multi-head latent attention and of groups of experts that no single key represents unchanged.
+# Fields of multi-head latent attention and of groups of experts that do not map to a single key unchanged.
 _LATENT, _GROUPS = ("q_lora_rank", "rope_interleave", "qk_head_dim"), ("n_group", "topk_group", "topk_method")
 # The fields for a model's sizes, with our keys.
 SIZES = {
@@ -26,7 +26,7 @@ _SIZE, _SWITCH = Field(int, low=1), Field(bool, null=True)
 _OPTIONAL_SIZE, _OPTIONAL_NUMBER = Field(int, low=1, null=True), Field(float, null=True)
 _TOKEN = Field(int, null=True)
 _EPSILON, _POWER = Field(float, low=1e-37), Field(float, low=1e-18, high=1e18, null=True)
-# The names of layers without and with a window.
+# The values of layer_types: a layer without and with a window.
 KINDS_OF_LAYERS = ("full_attention", "sliding_attention")
 KIND_OF = {"attention": KINDS_OF_LAYERS[0]}  # the name in files of transformers 4
 # The allowed values in config.json and in its RoPE object. All fields are optional.
@@ -153,7 +153,7 @@ def unknown_fields(hf: HuggingFace, data: Mapping[str, Any]) -> list[str]:
 
 
 def unknown_outer_fields(outer: Outer, data: Mapping[str, Any]) -> list[str]:
-    """Returns the `unknown_fields` of a config.json with a `text_config` that are outside of the latter."""
+    """Returns the `unknown_fields` outside of `text_config`, for a config.json with a `text_config`."""
     known = {"model_type", "text_config", "tie_word_embeddings", *outer.fields, *outer.tokens}
     return _unknown({*known, *NEUTRAL, *QUANTIZED, *_OF_LIBRARY}, data)
 
@@ -161,12 +161,14 @@ def unknown_outer_fields(outer: Outer, data: Mapping[str, Any]) -> list[str]:
 def _unknown(known: Collection[str], data: Mapping[str, Any]) -> list[str]:
     unknown = {name: value for name, value in data.items() if name not in known and value is not None}
     return [
-        f"{shortened(name)}={shown(value)}: not known, so it may change the function" for name, value in unknown.items()
+        f"{shortened(name)}={shown(value)}: not known, so it may change the model's results"
+        for name, value in unknown.items()
     ]
 
 
 def neutral_keys(data: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Returns the fields of `NEUTRAL` with a value in the config.json `data`. Tokens may be null: the model has none.
+    """Returns the fields of `NEUTRAL` with a value in the config.json `data`. A token may be null,
+    which means that the model has none.
 
     Raises:
       UserError: a value has the wrong type.

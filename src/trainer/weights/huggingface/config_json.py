@@ -42,7 +42,7 @@ ACTIVATIONS = {
     "linear": "linear",
 }
 _FULL, _SLIDING = KINDS_OF_LAYERS
-_MODULES = ("num_mtp_layers", "num_nextn_predict_layers")  # two names of a field
+_MODULES = ("num_mtp_layers", "num_nextn_predict_layers")  # alternative names of one field
 
 
 def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> dict[str, Any]:
@@ -59,13 +59,13 @@ def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> 
     _check_types(data, where)
     block, hf = declaration(data, where, decoder_block)
     _check_types(data, where, hf)
-    # A null base of RoPE counts as absent.
+    # A null RoPE base counts as absent.
     bases = (THETA, hf.local_rope)
     stated = {name: value for name, value in data.items() if value is not None or name not in bases}
     said = {hf.epsilon: 1e-6, hf.activation: "silu", **hf.defaults, **stated}
     sizes = _sizes(hf, said, data)
     if lacking := [name for name in sizes.values() if name not in said]:
-        raise UserError(f"{where}: no number is given for {', '.join(lacking)}")
+        raise UserError(f"{where}: has no number for {', '.join(lacking)}")
     refused = _switched_on(hf, said) + _contradicting_counts(hf, data) + unknown_fields(hf, data)
     recipe(data, refused)
     keys = {ours: _or_default(ours, said[theirs]) for ours, theirs in sizes.items()}
@@ -117,7 +117,7 @@ def _block_keys(
 
 def _drop_idle(keys: dict[str, Any], hf: HuggingFace) -> None:
     """Removes keys that have no effect given the other keys."""
-    if keys.get("attention_type") == "global" and hf.window == "given":  # `read` may set this
+    if keys.get("attention_type") == "global" and hf.window == "given":  # `hf.read` may have set this
         keys.pop("sliding_window_size", None)
     if keys.get("query_pre_attn_scalar") == keys.get("head_dim"):
         keys.pop("query_pre_attn_scalar", None)
@@ -154,8 +154,8 @@ def declaration(data: Mapping[str, Any], where: str, decoder_block: str) -> tupl
         if isinstance(data.get("text_config"), Mapping):
             others = [name for name in data if name.endswith("_config")]
             raise UserError(
-                f"{where}: model_type={given} is more than a model of text: it has {shortened(', '.join(others))}; "
-                f"those whose text model is read: {', '.join(it.model_type for _, hf in declared for it in hf.outers)}"
+                f"{where}: model_type={given} is more than a text model: it has {shortened(', '.join(others))}; "
+                f"types whose text model is read: {', '.join(it.model_type for _, hf in declared for it in hf.outers)}"
             )
         raise UserError(
             f"{where}: model_type={given} is not known; known: {', '.join(known)}; for a family of your own, give "
@@ -258,7 +258,7 @@ def _alternating(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -
     if given and list(given) != [_FULL if (i + 1) % every == 0 else _SLIDING for i in range(layers)]:
         refused.append(f"layer_types={shortened(str(given))} (known: every n-th is {_FULL}, the others {_SLIDING})")
     if PERIOD < every <= layers:
-        refused.append(f"{every} layers until their kinds repeat (known: up to {PERIOD})")
+        refused.append(f"a pattern of {every} layers (known: up to {PERIOD})")
     window = said.get("sliding_window")
     if every > 1 and not window:
         refused.append(f"sliding_window={window} with layers of kind {_SLIDING}")
@@ -325,7 +325,7 @@ def config_json(config: Config, dtype: str, neutral: Mapping[str, Any]) -> dict[
     data = {**data, **neutral}
     original = config.original_max_position_embeddings
     if config.rope_type == "longrope" and data["max_position_embeddings"] / original != config.rope_factor:
-        data["rope_scaling"]["factor"] = config.rope_factor  # transformers 5 reads it
+        data["rope_scaling"]["factor"] = config.rope_factor  # read by transformers 5
     return as_typed(data)
 
 
@@ -348,8 +348,8 @@ def length_notes(config: Config, neutral: Mapping[str, Any]) -> list[str]:
         original = config.original_max_position_embeddings
         return [
             f"warning: max_position_embeddings={said} is not rope_factor * original_max_position_embeddings = "
-            f"{length}: transformers 4 takes {said / original:g} for the factor; max_target_length={length} makes them "
-            "agree"
+            f"{length}: transformers 4 uses {said / original:g} as the factor; max_target_length={length} makes "
+            "them agree"
         ]
     return []
 
@@ -411,8 +411,8 @@ def _inexpressible(config: Config) -> list[str]:
     }
     conditions |= dict.fromkeys(hf.contradicted(config), True)
     why = {
-        "local_rope_max_timescale": ": there RoPE in layers with a window is never scaled, and has a base of "
-        "its own in some families only"
+        "local_rope_max_timescale": ": in config.json, RoPE in layers with a window is never scaled, and "
+        "has a separate base only in some families"
     }
     found = [f"{key}={config[key]}{why.get(key, '')}" for key, refused in conditions.items() if refused]
     return [*found, *filter(None, [module_problem(config, hf.mtp)])]

@@ -42,15 +42,15 @@ class Like:
         """
         source = open_source(path, config.decoder_block)
         if not isinstance(source, HuggingFaceSource) or source.text is None:
-            raise UserError(f"like={path}: not a model of Hugging Face with more than a text model; leave it out")
+            raise UserError(f"like={path}: not a multimodal model in Hugging Face format; leave it out")
         if source.keys.get("checkpoint_is_quantized") or source.quantized:
-            raise UserError(f"like={path}: its matrices are quantized; give the directory with floats")
+            raise UserError(f"like={path}: its matrices are quantized; give a directory with float weights")
         if config.checkpoint_is_quantized:
             raise UserError(f"like={path}: the weights are quantized; give dtype=float32 or dtype=bfloat16")
         here = described(model_config(source.keys, [], str(source.path)))
         ours = described(config)
         if config.mtp_num_layers < source.modules:
-            del here[MODULES], ours[MODULES]  # the others are copied
+            del here[MODULES], ours[MODULES]  # the modules that the weights lack are copied
         if differing := [name for name in {**here, **ours} if here.get(name) != ours.get(name)]:
             theirs, given = (as_words(keys, [name for name in differing if name in keys]) for keys in (here, ours))
             raise UserError(
@@ -76,11 +76,12 @@ class Like:
         return self._text.here(name)
 
     def notes(self, leaves: Mapping[str, Leaf], dtype: str | None) -> Sequence[str]:
-        """Returns lines about the copied tensors, and about the dtype of `leaves` cast to `dtype` if it differs."""
+        """Returns lines about the copied tensors, and about the dtype of `leaves` after the cast to `dtype`, if the
+        directory has another one."""
         written = target_dtypes({_TABLE: leaves[_TABLE]}, dtype)[_TABLE].name
-        lines = [f"like={self.path}: copied as they are: {counted(len(self.others), 'other tensor')}"]
+        lines = [f"like={self.path}: copied unchanged: {counted(len(self.others), 'other tensor')}"]
         if written != self._table.name:
-            lines.append(f"like={self.path}: the text model is written in {written}, there it is {self._table.name}")
+            lines.append(f"like={self.path}: the text model is written in {written}, not in {self._table.name}")
         return lines
 
     def config(self, about: About) -> dict[str, Any]:

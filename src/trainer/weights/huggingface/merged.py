@@ -60,9 +60,7 @@ def wholes(shapes: Shapes, merged: Sequence[Merged]) -> dict[str, list[str]]:
     for name, how in hows.items():
         if len(parts[name]) < len(how.parts):
             lacking = [part for i, part in enumerate(how.parts) if i not in parts[name]]
-            raise UserError(
-                f"{name}: a Merged declares that it has {', '.join(lacking)}, but no Layout names a part so"
-            )
+            raise UserError(f"{name}: a Merged declares the parts {', '.join(lacking)}, but no Layout has these names")
         sizes = [shapes[part][how.axis] for part in parts[name].values()]
         if not how.fits(sizes) or (how.groups == EACH and len(set(sizes)) > 1):
             raise UserError(
@@ -85,7 +83,7 @@ def whole_shapes(shapes: Shapes, merged: Sequence[Merged]) -> dict[str, tuple[in
 
 def with_parts(tensors: Mapping[str, Any], shapes: Shapes, merged: Sequence[Merged]) -> dict[str, Any]:
     """Returns `tensors`, by name, with merged tensors replaced by the parts in `shapes`. A tensor whose size differs
-    from the total size of its parts stays.
+    from the total size of its parts is kept.
 
     Raises:
       UserError: a quantized matrix cannot be divided.
@@ -122,5 +120,5 @@ def scheme_of_whole(tensor: str, parts: Sequence[tuple[Scheme | None, int]], con
     elif rows and concatenated and not any(out % rows for _, out in parts[:-1]):
         return scheme
     else:
-        why = f"{rows or 'all'} outputs share a scale, and a scale would be that of several parts"
+        why = f"{rows or 'all'} outputs share a scale, so several parts would share one"
     raise UserError(f"{tensor}: cannot be written quantized: {why}; give dtype=float32 or dtype=bfloat16")

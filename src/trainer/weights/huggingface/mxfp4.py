@@ -11,7 +11,7 @@ from trainer.config.errors import UserError, shortened
 from trainer.leaves.source import Box
 from trainer.weights.huggingface.safetensors_file import StoredTensor
 
-CODES, SCALES = "_blocks", "_scales"  # ends of the names of the two tensors
+CODES, SCALES = "_blocks", "_scales"  # suffixes of the names of the two tensors
 BYTES = 16  # bytes of a block: 32 codes, two per byte, the first in the lower bits
 _HALF = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _VALUES = np.concatenate([_HALF, -_HALF])
@@ -19,8 +19,9 @@ _BIAS = 127
 
 
 class Blocks(NamedTuple):
-    """The matrices [experts, in, out] of codes [experts, out, blocks, BYTES] and scales [experts, out, blocks], with
-    the interface of `StoredTensor`. A block is 32 consecutive inputs; its scale is 2 ** (stored - 127)."""
+    """Matrices [experts, in, out], stored as codes [experts, out, blocks, BYTES] and scales [experts, out, blocks].
+
+    They have the interface of `StoredTensor`. A block is 32 consecutive inputs; its scale is 2 ** (stored - 127)."""
 
     codes: StoredTensor
     scales: StoredTensor
@@ -59,7 +60,7 @@ class Blocks(NamedTuple):
 
 
 def with_blocks(tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
-    """Returns `tensors` with each pair of codes and scales replaced by its matrices, under the float tensor's name.
+    """Returns `tensors` with each pair of codes and scales replaced by its `Blocks`, under the float tensor's name.
 
     Raises:
       UserError: lists pairs that are incomplete or do not fit together.
@@ -84,5 +85,5 @@ def with_blocks(tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
         else:
             found[whole] = Blocks(tensor, scales)
     if problems:
-        raise UserError("\n  ".join(["tensors that are no MXFP4:", *problems]))
+        raise UserError("\n  ".join(["tensors that are not valid MXFP4:", *problems]))
     return found

@@ -27,7 +27,7 @@ from trainer.weights.huggingface.quantization_config import Recipe, Scheme
 from trainer.weights.huggingface.safetensors_file import DTYPES, FLOAT8, StoredTensor
 
 _LARGEST = 20  # the maximum number of lines in a message
-# The names of a module's tensors, by role. If there are several names, the first that exists counts.
+# The names of a module's tensors, by role. If there are several names, the first that exists is used.
 _CODES = {
     **{"packed": ("weight_packed",), "plain": ("weight",), "inverse": ("weight",)},
     **{"gptq": ("qweight",), "awq": ("qweight",)},
@@ -90,7 +90,7 @@ def note(tensors: Mapping[str, StoredTensor | PackedMatrix], recipe: Recipe, *, 
         return ""
     stored = ", ".join(f"{count} matrices are stored as {words}" for words, count in kinds.items())
     more = "; activations are not quantized" if recipe.activations else ""
-    return f"{stored}; they {'are read as float32' if as_floats else 'stay so'}{more}"
+    return f"{stored}; they {'are read as float32' if as_floats else 'stay quantized'}{more}"
 
 
 def _scaled(module: str, tensors: Mapping[str, StoredTensor]) -> bool:
@@ -166,7 +166,9 @@ def _codes(parts: _Parts, scheme: Scheme) -> StoredTensor | Words:
     _check(name, stored.shape, (2,))
     out, into = stored.read((slice(0, 2),)).tolist()
     if out != first or -(-into // per) != second:
-        raise UserError(f"{name}: says {[out, into]}, but {_CODES['packed'][0]} has {[first, second]} words of {per}")
+        raise UserError(
+            f"{name}: contains {[out, into]}, but {_CODES['packed'][0]} has {[first, second]} words of {per}"
+        )
     return Words(tensor, (out, into), bits)
 
 

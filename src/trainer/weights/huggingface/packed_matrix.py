@@ -95,7 +95,7 @@ class PackedMatrix(NamedTuple):
         return self.scales.read(tiles).astype(np.float32), zeros
 
     def outputs(self, cut: np.ndarray) -> "PackedMatrix":
-        """Returns the submatrix of the outputs with the indices `cut`, which increase.
+        """Returns the submatrix of the outputs at the increasing indices `cut`.
 
         Raises:
           UserError: `cut` separates outputs that share a scale.
@@ -106,7 +106,7 @@ class PackedMatrix(NamedTuple):
             rows = len(cut)
         elif len(cut) != (np.minimum(tiles * rows + rows, out) - tiles * rows).sum():
             raise UserError(
-                f"{self.where}: {self.name}: {rows} outputs share a scale, and belong to several parameters"
+                f"{self.where}: {self.name}: {rows} outputs share a scale, but belong to several parameters"
             )
         zeros = None if self.zeros is None else TensorPart(self.zeros, 0, tiles)
         codes, scales = TensorPart(self.codes, 0, cut), TensorPart(self.scales, 0, tiles)
@@ -155,12 +155,12 @@ class PackedMatrix(NamedTuple):
         other = {1: "gptq_v2", -1: "gptq"}.get(int(found[0, 0])) if self.scheme.layout == "gptq" else None
         if other and (found == found[0, 0]).all():
             raise UserError(
-                f"{self.where}: {self.name}: its zero points are stored as {other} has them, but the "
+                f"{self.where}: {self.name}: its zero points are stored in the {other} format, but the "
                 f"quantization_config of config.json has another checkpoint_format; set it to {other}"
             )
         raise UserError(
-            f"{self.where}: {self.name}: it has zero points, but the quantization_config of config.json says that "
-            "there are none (sym, symmetric or zero_point); one of them is wrong"
+            f"{self.where}: {self.name}: it has zero points, but the quantization_config of config.json excludes "
+            "them (sym, symmetric or zero_point); one of the two is wrong"
         )
 
 
@@ -169,7 +169,7 @@ def _places(cut: slice, size: int) -> np.ndarray:
 
 
 def _spread(tiles: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """Returns the values as float32, one for each weight, or as an array that broadcasts to this."""
+    """Returns the values as float32, one for each weight, or as an array that broadcasts to this shape."""
     values = tiles.astype(np.float32)
     for axis, places in enumerate((rows, columns)):
         values = values if values.shape[axis] == 1 else values.take(places, axis)

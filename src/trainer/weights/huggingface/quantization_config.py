@@ -11,18 +11,18 @@ from trainer.config.errors import shortened
 from trainer.config.json_files import Field, field_problems, shown
 from trainer.config.limits import GROUPS, PATTERN_CHARACTERS, PATTERNS, REPETITION_DIGITS
 
-FIELDS = ("quantization_config", "compression_config")  # the second one in folders of early compressed-tensors versions
+FIELDS = ("quantization_config", "compression_config")  # the second is from early compressed-tensors versions
 ADVICE = "load the folder with transformers, dequantize the model and save it"
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 _METHODS = ("compressed-tensors", "fp8", "gptq", "awq", "mxfp4")
 _LINEAR = "Linear"  # the class of a module; all matrices count as linear
 _REGEX = "re:"
-# An assertion at the start of a regular expression; and the tokens for finding its closing parenthesis: an escape, a
-# character class, or a character.
+# An assertion at the start of a regular expression; then the tokens among which its closing parenthesis is searched:
+# an escape, a character class, or a character.
 _ASSERTION = re.compile(r"\^?\(\?([=!])")
 _TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^]\\])*\]|.", re.DOTALL)
 _COUNT = re.compile(rf"\{{[\d,]*\d{{{REPETITION_DIGITS + 1}}}")
-_MOST = 20  # lines of a message
+_MOST = 20  # the maximum number of lines in a message
 
 Layout = Literal["packed", "plain", "inverse", "gptq", "awq"]
 LessOne = Literal["", "each", "word"]
@@ -47,7 +47,7 @@ class Scheme(NamedTuple):
     """How a matrix [out, in] is stored.
 
     Attributes:
-      kind: the type of the codes: "int4", "int8" or "fp8" (e4m3). int4 codes that take a byte each count as int8.
+      kind: the type of the codes: "int4", "int8" or "fp8" (e4m3). int4 codes that occupy a byte each count as int8.
       block: the numbers of outputs and of inputs that share a scale; 0: all of them.
       layout: the names and the axis order of its tensors, see `packed`.
       zeros: whether zero points are required.
@@ -89,7 +89,7 @@ class Recipe(NamedTuple):
     Attributes:
       schemes: by target: a module's name, "re:" and a regular expression that matches the start of names, or "Linear".
       ignore: targets without quantized matrices.
-      activations: whether programs quantize activations for this folder, too.
+      activations: whether other programs also quantize activations for this folder.
       mxfp4: whether matrices of experts are stored as MXFP4; they are always read as floats.
     """
 
@@ -157,7 +157,7 @@ def _gptq(said: Mapping[str, Any], problems: list[str]) -> Recipe | None:
     if form not in ("gptq", "gptq_v2") or said.get("is_marlin_format"):
         problems.append(f"checkpoint_format={shown(form)} of gptq (known: gptq, gptq_v2); {ADVICE}")
     if _overrides(said.get("dynamic")):
-        problems.append(f"dynamic={shown(said['dynamic'])}: settings of single modules are not read; {ADVICE}")
+        problems.append(f"dynamic={shown(said['dynamic'])}: settings for single modules are not supported; {ADVICE}")
     meta = said.get("meta")
     writer = shown(meta.get("quantizer") if isinstance(meta, Mapping) else None)
     less_one: LessOne = "" if form == "gptq_v2" else "word" if "gptqmodel" in writer else "each"
@@ -265,14 +265,14 @@ def _unusable(targets: Sequence[str]) -> list[str]:
     for target in patterns:
         if len(target) > PATTERN_CHARACTERS + len(_REGEX) or _COUNT.search(target):
             lines.append(
-                f"target {shortened(target)}: more than {PATTERN_CHARACTERS} characters, or than {REPETITION_DIGITS} "
-                "digits of a number of repetitions"
+                f"target {shortened(target)}: more than {PATTERN_CHARACTERS} characters, or a repetition count of "
+                f"more than {REPETITION_DIGITS} digits"
             )
             continue
         try:
             _matching(target, [""])
         except ValueError as error:
-            where = "; (?=...) and (?!...) may stand at its beginning only" if "perl operator" in str(error) else ""
+            where = "; (?=...) and (?!...) are allowed only at its beginning" if "perl operator" in str(error) else ""
             lines.append(f"target {shortened(target)}: {shortened(str(error))}{where}")
     return lines
 
@@ -312,7 +312,7 @@ def _closed(pattern: str, start: int) -> tuple[str, str]:
         if end < 0 and depth == 0:
             end = token.start()
         if depth == 0 and token[0] == "|":
-            raise ValueError("alternatives beside an assertion: put them in parentheses")
+            raise ValueError("alternatives next to an assertion: put them in parentheses")
     if end < 0:
         raise ValueError("missing )")
     return pattern[start:end], pattern[end + 1 :]

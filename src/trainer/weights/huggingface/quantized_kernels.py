@@ -1,6 +1,7 @@
 """Converts between kernels as `products.dequantized` stores them and quantized matrices in Hugging Face folders.
 
-A kernel is [*in, *out] with a scale for each tile of both; the matrix is [out, in] with a scale for each block.
+A kernel is [*in, *out] with a scale for each tile of inputs and outputs; the matrix is [out, in] with a scale for each
+block.
 """
 
 import functools
@@ -88,7 +89,7 @@ def stored_leaves(
       head: see `Layout.to_ours`.
 
     Raises:
-      UserError: the scales have other blocks.
+      UserError: the blocks of the scales do not fit the kernel's tiles.
     """
     found = {}
     for path, like in names_of(nested({name: kernel})).items():
@@ -137,14 +138,14 @@ def _part(
         count = prod(tiles[axes])
         size = prod(shape[axes]) // count
         if block % size and count > 1:
-            raise UserError(f"{name}: its scales are those of blocks of {block}, which do not fit tiles of {size}")
+            raise UserError(f"{name}: its blocks of {block} that share a scale do not fit tiles of {size}")
         ways.append(np.arange(count) * size // block)
     ours = scales[ways[0]][:, ways[1]].T.reshape(tiles)
     if head and tiles[-1] == shape[-1]:
         return reordered(ours, head, pairs=True)
     if head and tiles[-1] > shape[-1] // head:
         raise UserError(
-            f"{name}: a head has several scales, but its entries are stored in another order; give "
+            f"{name}: a head has several scales, but its entries must be reordered; give "
             "rope_interleave=false, or checkpoint_is_quantized=false"
         )
     return ours
@@ -154,10 +155,10 @@ def scheme_out(name: str, kernel: Any, layout: Layout, stacked: bool) -> Scheme:
     """Returns the scheme for writing a stored kernel.
 
     Raises:
-      UserError: compressed-tensors has no such layout.
+      UserError: compressed-tensors has no layout for this kernel.
     """
     if not layout.inputs or not hasattr(kernel, "qvalue"):
-        form = "codes of nf4 or scales of AWQ" if layout.inputs else "a matrix that is not of a linear layer"
+        form = "codes of nf4 or scales of AWQ" if layout.inputs else "a matrix outside of linear layers"
         raise UserError(f"{name}: compressed-tensors has no {form}; {_AS_FLOATS}")
     dtype = kernel.qvalue.dtype.name
     kind = {"int4": "int4", "int8": "int8", "float8_e4m3fn": "fp8"}.get(dtype)
@@ -184,9 +185,7 @@ def codes_and_scales(
 
     for codes, scale in zip(matrices("qvalue"), matrices("scale"), strict=True):
         if head and scale.shape[-1] not in (1, codes.shape[-1]):
-            raise UserError(
-                f"{name}: a head has several scales, and its entries are written in another order; {_AS_FLOATS}"
-            )
+            raise UserError(f"{name}: a head has several scales, and its entries must be reordered; {_AS_FLOATS}")
         values = codes.astype(np.int8) if codes.dtype.name == "int4" else codes
         scale = reordered(scale, head if scale.shape[-1] > 1 else 0, pairs=False)
         scales = transposed(np.ascontiguousarray(scale.reshape(prod(scale.shape[: layout.inputs]), -1)))

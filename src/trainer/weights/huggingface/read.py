@@ -114,7 +114,7 @@ class HuggingFaceSource:
             note(self._tensors, self._recipe, as_floats=not config.checkpoint_is_quantized) if self._recipe else ""
         )
         towers = self.text.note() if self.text else ""
-        dropped = f"config.json says {self._dropped}, but there are no tensors of a module" if self._dropped else ""
+        dropped = f"config.json has {self._dropped}, but the files have no tensors of a module" if self._dropped else ""
         return tuple(f"{self.path}: {line}" for line in (towers, self._others, matrices, dropped) if line)
 
     def _stored_keys(self) -> dict[str, Any]:
@@ -159,7 +159,7 @@ class HuggingFaceSource:
         layouts, merged = layouts_of(config, places, declared), declared.merged
         layers = config.base_num_decoder_layers
         count = config.num_experts if any(it.of_experts for it in layouts.values()) else 1
-        if layers * count > len(self._tensors):  # checked before that many names are generated
+        if layers * count > len(self._tensors):  # checked first, because that many names would be generated below
             experts = f" and {count} experts" if count > 1 else ""
             raise UserError(
                 f"{self.path}: {len(self._tensors)} tensors, too few for num_hidden_layers={layers}{experts}"
@@ -191,7 +191,7 @@ class HuggingFaceSource:
         check_tensors(found, wanted, str(self.path))
         if tied:
             self._check_copy(
-                head, table, f"the configuration ties the head to the embedding table, but {head} is not {table}"
+                head, table, f"the configuration ties the head to the embedding table, but {head} and {table} differ"
             )
         for name, of in copies.items():
             self._check_copy(name, of, f"modules of multi-token prediction share {of}, but {name} differs")
@@ -299,7 +299,7 @@ def layouts_of(
     problems = [f"{name}: no Layout" for name in places if name not in layouts]
     for name in places.keys() & layouts.keys():
         if "{}" not in layouts[name].name and places[name] is not None:
-            problems.append(f"{name}: {layouts[name].name} has no {{}} for the number of the layer")
+            problems.append(f"{name}: {layouts[name].name} has no {{}} for the layer number")
     if problems:
         head = f"decoder_block={config.decoder_block}: Hugging Face layouts:"
         raise UserError("\n  ".join([head, *sorted(problems)]))

@@ -50,8 +50,8 @@ def rope_keys(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -> d
             local = None
     if local is None or not keys:
         return keys
-    if not keys.get("rope_truncate", True):  # transformers 5.24 does not read it in a RoPE object of one kind of layer
-        refused.append("truncate=false in RoPE of kind yarn")
+    if not keys.get("rope_truncate", True):  # transformers 5.24 ignores it in the object of a kind of layer
+        refused.append("truncate=false in RoPE type yarn")
     if local != int(local):
         refused.append(
             f"the RoPE of layers with a window has the base {local} (local_rope_max_timescale is an integer)"
@@ -84,9 +84,9 @@ def _rope_of(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -> di
     rope = {name: it for name, it in rope.items() if name not in (*hf.rope_sizes.values(), *hf.rope_ignored)}
     needed, allowed = _WORDS[kind]
     if unknown := sorted(rope.keys() - {*needed, *allowed, "original_max_position_embeddings"}):
-        refused.append(f"{shortened(', '.join(unknown))} in RoPE of kind {kind}")
+        refused.append(f"{shortened(', '.join(unknown))} in RoPE type {kind}")
     if lacking := [name for name in needed if rope.get(name) is None]:
-        refused.append(f"RoPE of kind {kind} without {', '.join(lacking)}")
+        refused.append(f"RoPE type {kind} requires {', '.join(lacking)}")
         return {}
     keys: dict[str, Any] = {
         "rope_type": _TYPES[kind],
@@ -102,7 +102,7 @@ def _rope_of(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -> di
         refused.append(f"two values of original_max_position_embeddings, {lengths[0]} in RoPE and {lengths[1]}")
     original = next(iter(lengths), None) or said.get("max_position_embeddings")
     if original is None:
-        refused.append(f"RoPE of kind {kind} without original_max_position_embeddings or max_position_embeddings")
+        refused.append(f"RoPE type {kind} requires original_max_position_embeddings or max_position_embeddings")
         return {}
     if _TYPES[kind] == "longrope":
         return keys | _longrope(said, rope, original, refused)
@@ -126,14 +126,14 @@ def _share_of_latents(said: Mapping[str, Any]) -> float:
 def _longrope(said: Mapping[str, Any], rope: Mapping[str, Any], original: int, refused: list[str]) -> dict[str, Any]:
     longest = said.get("max_position_embeddings") or 0
     if not (factor := rope.get("factor") or longest / original):
-        refused.append("RoPE of kind longrope without factor or max_position_embeddings")
+        refused.append("RoPE type longrope requires factor or max_position_embeddings")
         return {}
     if factor < 1 or original < 2:
-        refused.append(f"longrope by the factor {factor:.6g} of {original} tokens (known: at least 1, of at least 2)")
+        refused.append(f"longrope with factor={factor:.6g}, original length {original} (known: at least 1, at least 2)")
         return {}
     usual, given = math.sqrt(1 + math.log(factor) / math.log(original)), rope.get("attention_factor")
     if given not in (None, 1) and not math.isclose(given, usual, rel_tol=1e-6):
-        refused.append(f"the attention_factor={given:.6g} of longrope (known: 1, and {usual:.6g} of its factor)")
+        refused.append(f"attention_factor={given:.6g} of longrope (known: 1, and {usual:.6g} for its factor)")
     return {
         "rope_factor": float(factor),
         "original_max_position_embeddings": original,
@@ -155,7 +155,7 @@ def _scales_attention(rope: Mapping[str, Any], refused: list[str]) -> bool:
     if factor == 1:
         return False
     if not math.isclose(factor, usual, rel_tol=1e-6):
-        refused.append(f"YaRN's attention_factor={factor:.6g} (known: 1, and {usual:.6g} of its factor)")
+        refused.append(f"YaRN's attention_factor={factor:.6g} (known: 1, and {usual:.6g} for its factor)")
     return True
 
 

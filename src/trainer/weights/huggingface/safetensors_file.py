@@ -87,7 +87,7 @@ class StoredTensor(NamedTuple):
         """
         dtype = self.shown_dtype
         if dtype is None:
-            raise UserError(f"{self.path}: values of dtype {self.kind} are not read; norms=false shows the rest")
+            raise UserError(f"{self.path}: values of dtype {self.kind} cannot be read; norms=false shows the rest")
         found = np.fromfile(self.path, f"u{dtype.itemsize}", math.prod(self.shape), offset=self.start)
         if found.size < math.prod(self.shape):
             raise UserError(f"{self.path}: the file ends within its tensors")

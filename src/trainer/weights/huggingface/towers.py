@@ -19,14 +19,14 @@ from trainer.weights.huggingface.quantization_config import FIELDS as QUANTIZED
 from trainer.weights.huggingface.safetensors_file import StoredTensor
 
 _TEXT, _TIED = "text_config", "tie_word_embeddings"
-# Maps the prefixes of the text model's tensors, if it is saved alone, to the prefixes in such a directory: those in
-# published models and as saved by transformers 4 and 5, and the module's in transformers 5, which reads both.
+# Maps each prefix of a text model that is saved alone to its prefixes in a multimodal directory: first the prefix in
+# published models, which transformers 4 and 5 also save; then the module's prefix in transformers 5, which reads both.
 _BODY, _HEAD = "model.", "lm_head."
 _PREFIXES = {
     _BODY: ("language_model.model.", "model.language_model."),
     _HEAD: ("language_model.lm_head.", "lm_head."),
 }
-_MOST = 20  # lines of a message
+_MOST = 20  # the maximum number of lines in a message
 
 
 class TextModel(NamedTuple):
@@ -103,7 +103,7 @@ def text_model(
     others = {name: it for name, it in tensors.items() if name not in own}
     towers = tuple(f"{above}{tower}." for tower in outer.towers for above in ("", "model."))
     if unknown := [shortened(name) for name in others if not name.startswith(towers)]:
-        head = f"{where.parent}: tensors that are neither of the text model nor of {' and '.join(outer.towers)}:"
+        head = f"{where.parent}: tensors that belong neither to the text model nor to {' and '.join(outer.towers)}:"
         more = [f"and {len(unknown) - _MOST} more"] if len(unknown) > _MOST else []
         raise UserError("\n  ".join([head, *unknown[:_MOST], *more]))
     config = {**_fields(outer, hf, data), "model_type": kind, _TIED: _is_tied(outer, hf, data, _HEAD in prefixes)}
@@ -124,7 +124,7 @@ def _prefixes(tensors: Mapping[str, StoredTensor], where: Path, module: str) -> 
             raise UserError(f"{where}: two text models: names of tensors begin with {' and with '.join(used)}")
         found |= dict.fromkeys((own,), used[0]) if used else {}
     if _BODY not in found:
-        raise UserError(f"{where}: no text model: no name of a tensor begins with {' or '.join(_PREFIXES[_BODY])}")
+        raise UserError(f"{where}: no text model: no tensor name begins with {' or '.join(_PREFIXES[_BODY])}")
     return found
 
 

@@ -13,7 +13,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PEFT_WEIGHTS = "adapter_model.safetensors"  # PEFT's adapter, which may be in its base's folder
 BUFFER = "rotary_emb.inv_freq"  # in old folders; it can be computed from config.json
 _FORMS = ("*.safetensors", "pytorch_model*.bin")  # files that may contain weights
-_MOST = 20  # the maximum lines of a message, and names in a line
+_MOST = 20  # the maximum number of lines in a message, and of names in a line
 _STRIP = 1 << 25  # bytes to compare at once
 
 
@@ -61,7 +61,7 @@ def model_tensors(path: Path) -> dict[str, StoredTensor]:
     problems = []
     for name, file in index.items():
         other = next((other for other, tensors in found.items() if name in tensors), "")
-        if other and name not in found[file]:  # in no file: perhaps a tied head; the rest is reported later
+        if other and name not in found[file]:  # a tensor in no file may be a tied head; others are reported later
             problems.append(f"{shortened(name)} is assigned to {file}, which has no such tensor; it is in {other}")
     for file, tensors in found.items():
         for name, tensor in tensors.items():
@@ -69,7 +69,7 @@ def model_tensors(path: Path) -> dict[str, StoredTensor]:
             if home is None and not name.endswith(BUFFER):
                 problems.append(f"{shortened(name)} is in {file}, but not in the index")
             elif home not in (None, file) and name in found[home] and not _same(tensor, found[home][name]):
-                problems.append(f"{shortened(name)} is another tensor in {home}, which the index names, than in {file}")
+                problems.append(f"{shortened(name)} in {file} differs from the one in {home}, which the index names")
     if problems:
         more = [f"and {len(problems) - _MOST} more"] if len(problems) > _MOST else []
         raise UserError("\n  ".join([f"{path / INDEX} and its files contradict each other:", *problems[:_MOST], *more]))

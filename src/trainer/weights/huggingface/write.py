@@ -93,7 +93,7 @@ class _Target(NamedTuple):
 
     Attributes:
       names, layouts: of the tensor's parameters.
-      where, layer: the parameters' place, and their layer number; 0 outside of the stacks.
+      where, layer: the parameters' position in the stacks, and their layer number; 0 outside of the stacks.
       shape, dtype: of the tensor; for a quantized tensor, of the matrix.
       scheme: how the tensor is quantized; None for floats.
       merged: how the tensor's parts are merged; None for a single part.

@@ -85,8 +85,8 @@ def _inexpressible(config: Config) -> list[str]:
     refused, there = [], maxtext(config.decoder_block)
     if config.mtp_num_layers:
         refused.append(
-            f"mtp_num_layers={config.mtp_num_layers}: its modules read hidden states before the final norm, here after "
-            "it; mtp_num_layers=0 writes the model without them"
+            f"mtp_num_layers={config.mtp_num_layers}: its modules read hidden states before the final norm, ours "
+            "after it; mtp_num_layers=0 writes the model without them"
         )
     if config.use_qk_norm and not there.norms_heads:
         refused.append("use_qk_norm=True: it has no such norm")
@@ -116,5 +116,5 @@ def _inexpressible(config: Config) -> list[str]:
         ]
     for name in (*_WHOLE, *(_WHOLE_YARN if config.rope_type == "yarn" else ())):
         if config[name] != int(config[name]):
-            refused.append(f"{name}={config[name]}: a whole number there")
+            refused.append(f"{name}={config[name]}: must be an integer in MaxText")
     return refused

@@ -33,11 +33,11 @@ from trainer.models.patterns import LAYERS, REMAINDER
 from trainer.weights.about_files import about_in
 from trainer.weights.maxtext.stored import Stored, left_over, names_of, stored_as
 
-# Keys of the custom metadata: MaxText's, and one that this trainer adds, for whether RoPE rotates adjacent pairs.
+# A key that this trainer adds to MaxText's custom metadata: whether RoPE rotates adjacent pairs.
 PAIRS = "rotary_pairs"
 ROOT = "params/params/"
-# The places of router biases in MaxText 0.2.5, where they are not parameters: in a complete state, and in parameters
-# alone. The biases' layers are always stacked on axis 0, regardless of param_scan_axis.
+# The paths of router biases in MaxText 0.2.5, where they are not parameters: in a complete state, and in a checkpoint
+# of parameters only. The biases' layers are always stacked on axis 0, regardless of param_scan_axis.
 _BIASES_OF_STATE, BIASES = "nnx_aux/model/", "params/MoEBiasVar/"
 BIAS = "gate/bias"
 _TABLE = "token_embedder/embedding"
@@ -48,8 +48,8 @@ _AQT = "qrhs"  # in the names of AQT's quantized weights
 _VALUE = "/value"
 _RANDOM = {"rngs", "dropout"}  # locations of state that is not parameters
 UNCHANGED = (1.0, 0.0)
-# How to convert a tensor to ours: its part; the number of entries of heads to reorder, and whether to reorder to pairs
-# (`reordered`); factor and offset, see `conversion`.
+# How to convert a tensor to ours: the part to read; the size of the heads to reorder (0: none), and whether to reorder
+# them to pairs (see `reordered`); factor and offset (see `conversion`).
 _How = tuple[Stored, int, bool, tuple[float, float]]
 
 
@@ -103,7 +103,7 @@ class MaxTextSource:
 
     @property
     def stored(self) -> Mapping[str, str]:
-        """Each parameter's path in the tree, by its name without the tree's root. Layers are as stored."""
+        """Maps each parameter's name, without the tree's root, to its path in the tree. Layers are as stored."""
         return {name: path for name, (path, _) in self._headers.items()}
 
     def notes(self, config: Config) -> Sequence[str]:
@@ -121,7 +121,7 @@ class MaxTextSource:
         if self._said.get("scan_layers", scanned) != scanned:
             layers = "stacked" if scanned else "stored one by one"
             lines.append(
-                f"{self.path}: its metadata say scan_layers={not scanned}, but its layers are {layers}, and are read so"
+                f"{self.path}: its metadata has scan_layers={not scanned}, but its layers are {layers} and read as such"
             )
         if refused := maxtext(config.decoder_block).refuses(config):
             lines.append(f"warning: {self.path}: MaxText's block computes something else: {'; '.join(refused)}")
@@ -142,7 +142,7 @@ class MaxTextSource:
         return lines
 
     def held(self, config: Config, shapes: Shapes) -> Collection[str]:
-        """See `Source.held`. The model's norm does not count where it is read as a module's final norm."""
+        """See `Source.held`. Omits a module's final norm that is read from the model's norm."""
         return [
             name
             for name, where in places_of(config, shapes).items()
@@ -162,7 +162,7 @@ class MaxTextSource:
         if PAIRS not in self._said and is_latent(config) and not in_pairs(config):
             raise UserError(
                 f"{self.path}: MaxText's MLA rotates halves with rope_type={config.rope_type}, and scales scores by "
-                "rope_factor; here it rotates adjacent pairs, as MaxText does with rope_type=yarn: another model"
+                "rope_factor; our MLA rotates adjacent pairs, as MaxText does with rope_type=yarn, so the model differs"
             )
         heads = heads_to_reorder(config, shapes, self._said.get(PAIRS, in_pairs(config)), str(self.path))
         leaves = {}
@@ -181,10 +181,10 @@ class MaxTextSource:
         stored: Mapping[str, Stored],
         places: Mapping[str, Place | None],
     ) -> None:
-        """Checks that the tensors `names` of each parameter are there, and that no layer is read twice.
+        """Checks that the tensors `names` of each parameter exist, and that no layer is read twice.
 
         Raises:
-          UserError: the message also says what MaxText's block does not support.
+          UserError: the message also lists what MaxText's block does not support.
         """
         in_stacks = [(tensor, stored[name]) for name, tensors in names.items() if places[name] for tensor in tensors]
         if len(set(in_stacks)) < len(in_stacks):
@@ -231,10 +231,10 @@ class MaxTextSource:
         return 0 if name in self._biases else axis
 
     def _names(self, config: Config, name: str, where: Place | None) -> Sequence[str]:
-        """Returns the names of the tensors of a canonical parameter: of all layers, or of each."""
+        """Returns the names of a canonical parameter's tensors: one name for all layers, or one name per layer."""
         if where is None:
             return [_FINAL_NORM + name.rpartition("/")[2] if self._shares_norm(name) else name]
-        # With more layers than tensors, one is missing. This is detected without generating that many names.
+        # If there are more layers than tensors, a tensor is missing; this many names suffice to detect it.
         few = where._replace(layers=where.layers[: len(self._headers) + 1])
         named = names_of(config, name, few)
         return named.each if named.each[0] in self._headers else [named.stacked]
@@ -303,7 +303,7 @@ def heads_to_reorder(config: Config, shapes: Shapes, pairs: bool, where: str) ->
     if pairs == config.rope_interleave:
         return {}
     why = (
-        f"{where}: MaxText rotates {'adjacent pairs' if pairs else 'halves'}, and "
+        f"{where}: MaxText rotates {'adjacent pairs' if pairs else 'halves'}, but "
         f"rope_interleave={config.rope_interleave} is set"
     )
     return rotated_heads(config, shapes, why)

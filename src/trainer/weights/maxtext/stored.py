@@ -28,7 +28,7 @@ class Stored(NamedTuple):
     """How a tensor contains a parameter.
 
     Attributes:
-      layer: the shape of one layer of our parameter, or the parameter's without its first axis outside of the stacks.
+      layer: the shape of one layer of our parameter; outside of the stacks, its shape without the first axis.
       axis: the position of the axis of layers.
       layers: its length; 0: the tensor has one layer, and no such axis.
       places, place: see `models.family.Named`.
@@ -55,8 +55,8 @@ class Stored(NamedTuple):
         return bool(self.layers) and not (self.axis or self.places or self.window)
 
     def view(self, value: Any) -> Any:
-        """Returns the parameter's part of the tensor `value`, with layers first. Of a contiguous NumPy array it is a
-        view; its other axes have the order of ours, but may be split or merged."""
+        """Returns the parameter's part of the tensor `value`, with layers first. The part of a contiguous NumPy
+        array is a view. Its other axes are in our order, but may be split or merged."""
         if self.window:
             _, groups, start, stop = self.window
             value = value.reshape(*value.shape[:-1], groups, -1)[..., start:stop]

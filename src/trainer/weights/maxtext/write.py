@@ -61,7 +61,7 @@ def write_maxtext(folder: Path, config: Config, leaves: Mapping[str, Leaf], dtyp
 
 
 def _groups(config: Config, leaves: Mapping[str, Leaf], scan: bool) -> list[dict[str, Leaf]]:
-    """Returns `leaves` in groups of those that are in the same tensors."""
+    """Returns `leaves`, grouped by the tensors that contain them."""
     groups = dict[str, dict[str, Leaf]]()
     for name, where in places_of(config, leaves).items():
         groups.setdefault(_names(config, name, where, scan)[0], {})[name] = leaves[name]
@@ -69,7 +69,7 @@ def _groups(config: Config, leaves: Mapping[str, Leaf], scan: bool) -> list[dict
 
 
 def _names(config: Config, name: str, where: Place | None, scan: bool) -> Sequence[str]:
-    """Returns the names of the tensors of a canonical parameter: of all layers, or of each."""
+    """Returns the names of a canonical parameter's tensors: one name for all layers, or one name per layer."""
     if where is None:
         return [name]
     named = names_of(config, name, where)
@@ -87,7 +87,7 @@ def _store(
     head: int,
     tick: Tick,
 ) -> None:
-    """Writes one canonical parameter into `arrays`, MaxText's by path, to which it adds those that are missing."""
+    """Writes one canonical parameter into `arrays`: MaxText's arrays by path. Adds missing arrays."""
     factor, offset = conversion(config, name)
 
     def theirs(value: np.ndarray) -> np.ndarray:

@@ -34,7 +34,7 @@ from trainer.weights.stored import as_floats, stored_kernels, with_storage
 TREE = "checkpoint"
 CONFIG = "config.yml"
 ROOT, REST = "params/", "rest/"
-_ISLANDS = f"inner_state/{REST}"  # with DiLoCo: all islands' arrays, along the first axis
+_ISLANDS = f"inner_state/{REST}"  # with DiLoCo: the arrays of all islands, stacked on the first axis
 _AVERAGES = f"{AVERAGE}/"
 _mean = jax.jit(mean_of_islands)
 _reordered = jax.jit(reordered, static_argnames=("head", "pairs"))
@@ -97,8 +97,8 @@ class ParamsSource:
         kernels = stored_kernels(config)
         if kernels and self.keys["rope_interleave"] != config.rope_interleave:
             raise UserError(
-                f"{self.path}: saved with rope_interleave={self.keys['rope_interleave']}: the order of "
-                "quantized weights is kept; give "
+                f"{self.path}: saved with rope_interleave={self.keys['rope_interleave']}: "
+                "quantized weights cannot be reordered; give "
                 f"rope_interleave={self.keys['rope_interleave']}, or checkpoint_is_quantized=false"
             )
         return self._leaves(config, shapes, self._heads(config, shapes))
@@ -122,7 +122,7 @@ class ParamsSource:
             return {}
         masks = masks_of(config)
         why = (
-            f"{self.path}: saved with rope_interleave={self.keys['rope_interleave']}, and "
+            f"{self.path}: saved with rope_interleave={self.keys['rope_interleave']}, but "
             f"rope_interleave={config.rope_interleave} is given"
         )
         trained = self.keys["decoder_block"]
@@ -131,7 +131,7 @@ class ParamsSource:
         return heads | {mask: heads[kernel] for mask, kernel in masks.items() if kernel in heads}
 
     def _of_islands(self, name: str) -> bool:
-        """Whether `name` is stored for all islands, along the first axis."""
+        """Whether `name` is stored for all islands, stacked on the first axis."""
         return self._paths[name].startswith(_ISLANDS)
 
     def _leaf(self, name: str, shape: tuple[int, ...], head: int, pairs: bool) -> Leaf:

@@ -34,25 +34,25 @@ _WITHOUT_EFFECT = (
     *("loftq_config", "lora_ga_config", "megatron_core", "merge_weights", "peft_version", "qalora_group_size"),
     *("revision", "runtime_config", "task_type"),
 )
-# Fields that must be absent, null, false, 0 or empty, with the reasons.
+# Fields that must be absent, null, false, 0 or empty, with the unsupported features that they enable.
 _REFUSED = {
     "use_dora": "DoRA: it also scales each output",
     "rank_pattern": "ranks that differ between matrices",
     "alpha_pattern": "scales that differ between matrices",
-    "lora_bias": "a bias beside the product of the adapter",
+    "lora_bias": "a bias in addition to the product of the adapter",
     "layer_replication": "layers that repeat layers of the base",
     "trainable_token_indices": "trained rows of the embedding table",
-    "alora_invocation_tokens": "Activated LoRA: it changes only what follows certain tokens",
+    "alora_invocation_tokens": "Activated LoRA: it is active only after certain tokens",
     "use_qalora": "QA-LoRA: its inputs are means of groups of inputs",
     "use_bdlora": "products that are diagonal in blocks",
     "arrow_config": "a router between several adapters",
-    "kasa_config": "a matrix between those of the adapter",
+    "kasa_config": "a matrix between the two matrices of the adapter",
     "monteclora_config": "random adapters",
     "velora_config": "another gradient",
     "megatron_config": "layers of Megatron",
-    "enable_lora": "adapters of parts of a matrix, of the first versions of peft",
+    "enable_lora": "adapters of parts of a matrix, from the first versions of peft",
 }
-# With these initial adapters, the base is unchanged. For the others, peft subtracts the initial adapter from it.
+# Values of init_lora_weights that leave the base unchanged. For others, peft subtracts the initial adapter from it.
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 # For experts in transformers 5, peft writes this if adapters were requested by the names of transformers 4: gate_proj
 # and up_proj, which are now one matrix, have one adapter of twice the rank and the same scale.
@@ -101,13 +101,13 @@ class PeftConfig:
     def _notes(self, data: Mapping[str, Any]) -> list[str]:
         notes = []
         if data.get("lora_dropout"):
-            notes.append(f"lora_dropout={data['lora_dropout']}: training goes on without dropout of adapters' inputs")
+            notes.append(f"lora_dropout={data['lora_dropout']}: training continues without dropout on adapters' inputs")
         if self.rank > self.least:
             notes.append(
-                f"experts' adapters have the rank {self.rank}, the others {self.least}: these are filled up with zeros"
+                f"adapters of experts have rank {self.rank}; others, of rank {self.least}, are padded with zeros"
             )
         if unknown := _unknown(data):
-            notes.append(f"ignored, as by peft: {', '.join(map(shortened, unknown))}")
+            notes.append(f"unknown fields, ignored as in peft: {', '.join(map(shortened, unknown))}")
         return [f"{self._where}: {note}" for note in notes]
 
 
@@ -119,7 +119,7 @@ def _is_fused(data: Mapping[str, Any], rank: int) -> bool:
 
 def _same_scale(data: Mapping[str, Any], rank: int) -> bool:
     """Returns whether all differing ranks are multiples of `rank` with the same scale as the other ranks. This trainer
-    writes merged modules in this way. For other modules, the check of tensor shapes would fail later."""
+    writes merged modules in this way. Other modules with such a rank fail the check of tensor shapes later."""
     ranks, alphas = data.get("rank_pattern") or {}, data.get("alpha_pattern") or {}
     whole = all(isinstance(it, int) and it > 0 and it % rank == 0 for it in ranks.values())
     alpha = data.get("lora_alpha", 8)
@@ -137,8 +137,8 @@ def _problems(data: Mapping[str, Any], ignored: Sequence[str]) -> list[str]:
     start = data.get("init_lora_weights", True)
     if not any(start is known or (isinstance(start, str) and start == known) for known in _PLAIN_STARTS):
         refused.append(
-            f"init_lora_weights={shown(start)}: the adapter belongs to a base that this start changed; save it with "
-            "peft's save_pretrained(..., path_initial_model_for_weight_conversion=...), which converts it"
+            f"init_lora_weights={shown(start)}: the adapter belongs to a base that this initialization changed; save "
+            "it with peft's save_pretrained(..., path_initial_model_for_weight_conversion=...), which converts it"
         )
     if (unknown := _unknown(data)) and _version(data) > _CHECKED:
         refused += [

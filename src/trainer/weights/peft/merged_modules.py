@@ -68,13 +68,13 @@ def merged_modules(config: Config, tables: Tables) -> list[MergedModule]:
 
 
 def unmerged(config: Config, tables: Tables, found: Mapping[str, Named], rank: int) -> dict[str, Named]:
-    """Returns `found`, tensors of a file by `below`, with merged modules' tensors replaced by their parts' tensors.
+    """Returns `found`, a file's tensors by their `below` names, with merged modules' tensors replaced by their parts'.
 
     Args:
       rank: the rank of the file's other adapters.
 
     Raises:
-      UserError: a file has tensors of a part of a merged module.
+      UserError: the file has separate tensors for a part of a merged module.
     """
     result = dict(found)
     for module in merged_modules(config, tables):
@@ -132,8 +132,8 @@ def _columns(name: str, rows: TensorPart, columns: np.ndarray) -> Callable[[], n
 def with_whole_modules(
     config: Config, tables: Tables, leaves: Mapping[str, Leaf]
 ) -> tuple[dict[str, Leaf], dict[str, int]]:
-    """Returns `leaves` with parts replaced by merged modules; and, by the end of a module's name, the rank of its
-    adapter divided by other adapters' rank. Changes `tables` accordingly.
+    """Returns `leaves` with parts replaced by merged modules; and the ratio of the rank of a module's adapter to other
+    adapters' rank, by the end of the module's name. Changes `tables` accordingly.
 
     Raises:
       UserError: some parameters of a module are trained, and others are not.
@@ -146,7 +146,7 @@ def with_whole_modules(
         first = module.parts[0]
         trained = [name for name in module.parts if name in leaves]
         if lacking := [name for name in module.parts if name not in leaves] if trained else []:
-            raise UserError(f"PEFT has no place for:\n  {trained[0]}: it is trained without {', '.join(lacking)}")
+            raise UserError(f"PEFT cannot store:\n  {trained[0]}: it is trained without {', '.join(lacking)}")
         if trained:
             values = [_theirs(config, tables, name, result.pop(name)) for name in module.parts]
             result[first] = _leaf([module.how.joined(layer) for layer in zip(*values, strict=True)], tables, first)

@@ -39,7 +39,7 @@ class PeftSource:
     Attributes:
       rank, alpha: the product of an adapter is alpha / rank x a b.
       base: the name or path of the adapted model, or "".
-      origin: the same as a `Base`, see `Adapters`.
+      origin: `base` as a `Base`, see `Adapters`.
     """
 
     kind = "PEFT"
@@ -171,12 +171,12 @@ class PeftSource:
         names = [name for name, pair in found.tables.adapters.items() if owners.intersection(pair)]
         if HEAD in names and config.logits_via_embedding:
             raise UserError(
-                f"{self.path}: has an adapter of the head, which the configuration ties to the table of token "
-                "embeddings: with it, they would be two matrices"
+                f"{self.path}: has an adapter of the head, which the configuration ties to the token embedding "
+                "table; the adapter would untie them"
             )
         if not names:
             some = next((it.name for it in found.tensors.values()), "no tensor")
-            raise UserError(f"{self.path}: no adapter of a matrix of this model; it has {shortened(some)}")
+            raise UserError(f"{self.path}: no adapter of any matrix of this model; it has {shortened(some)}")
         return names
 
     def _check_keys(self, config: Config, adapted: Collection[str], shapes: Shapes) -> None:
@@ -184,7 +184,7 @@ class PeftSource:
         if same and config.lora_rank == self.rank and math.isclose(config.lora_alpha, self.alpha, rel_tol=1e-6):
             return
         words = shlex.join(as_words(self.lora_keys(config)))
-        raise UserError(f"{self.path}: the adapters of the configuration are others; to load these, give: {words}")
+        raise UserError(f"{self.path}: its adapters differ from the configuration; to load them, give: {words}")
 
     def _is_trained(self, name: str) -> bool:
         """Returns whether a tensor of the file was trained, according to the configuration, and is not a copy of a base
@@ -201,9 +201,9 @@ class PeftSource:
         head, table = (below(found.tables.layouts[name].name) for name in (HEAD, TABLE))
         both = [found.tensors[key].tensor for key in (head, table) if key in found.tensors]
         if both and (len(both) == 1 or both[0].shape != both[1].shape or not is_copy(*both)):
-            has = "another one of each" if len(both) == 2 else f"only {head if head in found.tensors else table}"
+            has = "different tensors" if len(both) == 2 else f"only {head if head in found.tensors else table}"
             raise UserError(
-                f"{self.path}: the configuration ties the head to the table of token embeddings, but the folder has "
+                f"{self.path}: the configuration ties the head to the token embedding table, but the folder has "
                 f"{has}; with ensure_weight_tying=True, peft trains them as one"
             )
         found.tensors.pop(head, None)
@@ -222,7 +222,7 @@ class _Found(NamedTuple):
 def _lacking(
     tables: Tables, wanted: Mapping[str, Sequence[tuple[str, tuple[int, ...]]]], found: Collection[str]
 ) -> set[str]:
-    """Returns the adapters' tensors of which both halves are absent."""
+    """Returns the names of both halves of each pair of adapter tensors of which neither half is in `found`."""
     absent = set[str]()
     for pair in tables.adapters.values():
         for half, other in zip(*(wanted.get(name, ()) for name in pair), strict=True):

@@ -27,7 +27,7 @@ from trainer.weights.huggingface.safetensors_file import StoredTensor
 _ABOVE = re.compile(r"^(?:(?:base_model|model|module|language_model|_orig_mod)\.)+")
 _ADAPTER = re.compile(r"(.+\.lora_[AB])(?:\.[^.]+)?\.weight")  # peft inserts the adapter's name in memory
 _WRAPPED = re.compile(r"\.(?:base_layer|modules_to_save(?:\.default)?)(?=\.)")
-_BASE = ".original_module."  # the parameter of the base, in addition to the trained parameter
+_BASE = ".original_module."  # in the base's copy of a trained parameter
 _EXPERT_NUMBER = re.compile(r"\.\d+\.(?=[^.]+\.(?:lora_[AB]\.)?\w+$)")
 A, B = ".lora_A.weight", ".lora_B.weight"
 
@@ -156,7 +156,7 @@ class Tables:
         part = name.rpartition("/")[2]
         sizes = (width, embed) if part == "wo" else (embed, 2 * width)
         rows = {"wi_0": slice(0, width), "wi_1": slice(width, None)}.get(part, slice(None))
-        for module in (container, f"{container}.base_layer"):  # the second of two adapters is below the first
+        for module in (container, f"{container}.base_layer"):  # of two adapters, the second is nested in the first
             a, b = found.get(module + A), found.get(module + B)
             if a is None or b is None or (a.tensor.shape[1], b.tensor.shape[0]) != sizes:
                 continue

@@ -104,7 +104,7 @@ def _saved(tables: Tables, members: Mapping[str, set[str]], leaves: Mapping[str,
     saved, problems = set[str](), []
     for name in leaves:
         if name not in tables.layouts:
-            problems.append(f"{name}: the family has no tensor of it")
+            problems.append(f"{name}: the family declares no tensor for it")
         elif layout := tables.base.get(name):
             module = members[_module(layout.name)]
             adapted = any(it in tables.adapters and tables.adapters[it][0] in leaves for it in module)
@@ -115,7 +115,7 @@ def _saved(tables: Tables, members: Mapping[str, set[str]], leaves: Mapping[str,
             elif not adapted and not layout.name.endswith(".bias"):
                 problems.append(f"{name}: it is trained without {', '.join(sorted(module - leaves.keys()))}")
     if problems:
-        raise UserError("\n  ".join(["PEFT has no place for:", *problems]))
+        raise UserError("\n  ".join(["PEFT cannot store:", *problems]))
     return saved
 
 

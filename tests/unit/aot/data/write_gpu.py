@@ -1,10 +1,10 @@
 """Writes two_hosts_jaxN.hlo.gz: the optimized training step of a small model for two hosts of four H100.
 
-    python tests/unit/aot/data/write_gpu.py        needs the extra gpu-aot; with JAX 0.10 and with JAX 0.12
+    python tests/unit/aot/data/write_gpu.py        needs the extra gpu-aot; run it with JAX 0.10 and with JAX 0.12
 
-Three layers with cuDNN's attention of up to four documents in a row, on a mesh of data 2 over hosts, fsdp 2, tensor 2.
-Source lines, layouts and the compiler's own settings are removed. Written on 2026-11-29 with JAX 0.10.2 and 0.12.0.1,
-cuDNN 9.28.
+The model has three layers with cuDNN's attention of up to four documents in a row. The mesh is data 2 over hosts,
+fsdp 2, tensor 2. Source lines, layouts and the compiler's own settings are removed. Written on 2026-11-29 with JAX
+0.10.2 and 0.12.0.1, cuDNN 9.28.
 """
 
 import gzip
@@ -25,7 +25,7 @@ _KEPT = re.compile(r'"(?:known_trip_count|cudnn_fmha_backend_config|gemm_backend
 
 
 def stripped(text: str) -> str:
-    """Returns a module without tables of source lines, layouts and settings that no test reads."""
+    """Returns a module without source line tables, layouts and settings that no test reads."""
     lines, table = [], False
     for line in text.splitlines():
         table = (table or line == "FileNames") and not line.startswith(("%", "ENTRY"))

@@ -2,8 +2,8 @@
 
     python tests/unit/aot/data/write_v5e_scan.py        needs libtpu
 
-Compiled for four v5e chips with a mesh of data 2, fsdp 2; with libtpu 0.0.51 on 2026-11-21. The kernels' bodies, source
-lines and the compiler's own settings are removed.
+They are compiled for four v5e chips with a mesh of data 2, fsdp 2. Kernel bodies, source lines and the compiler's own
+settings are removed. Written on 2026-11-21 with libtpu 0.0.51.
 """
 
 import os
@@ -37,7 +37,7 @@ BLOCKS = splash.BlockSizes(
 
 
 def stripped(text: str) -> str:
-    """Returns a module without tables of source lines, kernels' bodies and settings that no test reads."""
+    """Returns a module without source line tables, kernel bodies and settings that no test reads."""
     lines, table = [], False
     for line in text.splitlines():
         table = (table or line == "FileNames") and not line.startswith(("%", "ENTRY"))

@@ -1,4 +1,4 @@
-"""Web servers of files in every format, and requests that fail quickly."""
+"""Web servers with files in every format, and settings with which requests fail quickly."""
 
 import gzip
 from collections.abc import Iterator

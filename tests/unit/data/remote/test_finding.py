@@ -83,7 +83,7 @@ def test_a_server_without_ranges_is_refused(own: SlowServer, tmp_path: Path, mon
     (own.root / "a.jsonl").write_text('{"text": "a"}\n' * 9000)
     monkeypatch.setattr("slow_server._Handler.parse_request", _without_range)
     (file,) = data_files(f"{own.url}/a.jsonl", copies(tmp_path))
-    with pytest.raises(UserError, match="does not answer with ranges of a file; copy"), file.open() as opened_file:
+    with pytest.raises(UserError, match="does not support range requests; copy"), file.open() as opened_file:
         opened_file.read()
 
 
@@ -243,7 +243,7 @@ def test_patterns_find_the_same_files_in_the_same_order(own: SlowServer, tmp_pat
 def test_a_server_without_ranges_is_refused_before_it_has_sent_all(own: SlowServer, tmp_path: Path):
     (own.root / "a.jsonl").write_bytes(b'{"text": "x"}\n' * 10_000_000)
     own.ranges = False
-    with pytest.raises(UserError, match="does not answer with ranges of a file"):
+    with pytest.raises(UserError, match="does not support range requests"):
         opened(tmp_path, **keys_of("jsonl", f"{own.url}/a.jsonl"))
 
 

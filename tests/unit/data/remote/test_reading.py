@@ -29,7 +29,7 @@ def test_the_same_records_through_all_faults(
     server: SlowServer, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ):
     monkeypatch.setattr(attempts, "SECONDS", 0.3)
-    monkeypatch.setattr(attempts, "TRIES", 20)  # a busy machine may be late, too
+    monkeypatch.setattr(attempts, "TRIES", 20)  # a busy machine may be late without a fault, too
     local = parts_of(tmp_path, kind, f"{root}/{kind}/*")
     server.delay = 0.005
     server.fail(itertools.islice(itertools.cycle([*FAULTS, "", ""]), 12))
@@ -40,7 +40,7 @@ def test_the_same_records_through_all_faults(
         assert read(part) == whole
         cursor, _, _ = whole[len(whole) // 2]
         assert [values for *_, values in read(part, cursor)] == [values for *_, values in whole[len(whole) // 2 + 1 :]]
-    assert not [None for fault in itertools.islice(server.faults, 4) if fault]  # all faults were met
+    assert not [None for fault in itertools.islice(server.faults, 4) if fault]  # every fault occurred
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -106,7 +106,7 @@ def test_small_text_files_are_requested_together(own: SlowServer, tmp_path: Path
     (corpus,) = open_source(config_of(tmp_path, **keys_of("text", f"{own.url}/a/*.text"))).train
     own.delay, started = 0.1, time.monotonic()
     texts = [record.values[0] for record in corpus.records()]
-    assert time.monotonic() - started < 3  # one after the other, 4.8
+    assert time.monotonic() - started < 3  # one after the other, they would take 4.8 s
     assert texts == [path.read_bytes() for path in sorted(folder.iterdir())]
     assert own.sent == sum(map(len, texts))
 
@@ -116,7 +116,7 @@ def test_row_groups_are_requested_one_after_the_other(server: SlowServer, tmp_pa
     (part,) = parts_of(tmp_path, "parquet", f"{server.url}/parquet/0.parquet", **columns)
     next(part.read())
     time.sleep(0.1)
-    assert server.sent < 0.6 * part.weight  # a batch is of two of four groups
+    assert server.sent < 0.6 * part.weight  # a batch comes from two of the four groups
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "arrayrecord"])
@@ -163,7 +163,7 @@ def test_copies_stay_under_the_bound(own: SlowServer, tmp_path: Path):
     assert count == 60
     assert {path.name for path in there if path.suffix} == {"2.arrayrecord", "3.arrayrecord"}
     for part in corpus.parts[:2]:
-        assert part[0]  # held by its part
+        assert part[0]  # the part keeps its copy
     with pytest.raises(UserError, match=r"being read take .* raise remote_copies_gib"):
         corpus.parts[2][0]
 
@@ -172,7 +172,7 @@ def test_copies_stay_under_the_bound(own: SlowServer, tmp_path: Path):
     ("bound", "way", "problem"),
     [
         (0, "prepared", "may take 0.00 MB; raise remote_copies_gib"),
-        (1.5, "streaming", "read in any order, but copies may take .*data_pipeline=prepared"),
+        (1.5, "streaming", "needed at the same time, but copies may take at most .*data_pipeline=prepared"),
     ],
 )
 def test_copies_that_do_not_fit_are_refused_before_reading(
@@ -221,7 +221,7 @@ def test_a_change_in_the_middle_is_found(own: SlowServer, root: Path, tmp_path: 
 
 
 def test_a_file_system_without_http(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """fsspec's files in memory have a time of creation, and no mark of their content."""
+    """fsspec's in-memory files have a creation time, but no ETag or checksum."""
     memory = fsspec.filesystem("memory")
     monkeypatch.setitem(attempts.EXTRAS, "memory", "gcs")
     memory.pipe_file("/bucket/b.jsonl", b'{"text": "b"}\n' * 3000)
@@ -257,6 +257,6 @@ def test_the_fingerprint_is_that_of_the_content(own: SlowServer, tmp_path: Path)
     assert fingerprint() != first
     own.marks = False
     first = fingerprint()
-    assert own.sent == 1 << 17  # both ends
+    assert own.sent == 1 << 17  # both ends of the file
     path.write_bytes(bytes((1 << 18) - 1) + b"x")
     assert fingerprint() != first
