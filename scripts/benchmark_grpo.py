@@ -69,7 +69,7 @@ GRPO = {
 }
 KINDS: dict[str, dict[str, Any]] = {
     "default": {},
-    # Each row holds one sequence and has at least 128 tokens. So few rounds show bits and time, but no learning.
+    # Here each row holds one sequence and has at least 128 tokens. These few rounds show bits and time, not learning.
     "batch_invariant": {
         "batch_invariant": "true",
         "max_target_length": 128,

@@ -114,7 +114,7 @@ def batch_of(run: Run, step: int) -> Any:
 
 
 def trained(run: Run, step: Any) -> tuple[Any, dict[str, bytes]]:
-    """Runs a compiled step STEPS times. Returns the canonical train state, and the bits of all metrics and of that state."""
+    """Runs a compiled step STEPS times. Returns the canonical train state, and its bits with those of all metrics."""
     leaves, bits = jax.tree.leaves(run.init()), {}
     for i in range(STEPS):
         leaves, metrics = step(leaves, batch_of(run, i), run.frozen.make())
@@ -129,7 +129,7 @@ def bits_of(tree: Any) -> dict[str, bytes]:
 
 
 def same(found: dict[str, bytes], right: dict[str, bytes]) -> str:
-    """Returns the number of arrays, in words, if all have equal bits. Otherwise raises Failed with the first name."""
+    """Returns the number of equal arrays, in words. If the bits of any array differ, raises Failed with the first."""
     if differing := [name for name in {**right, **found} if found.get(name) != right.get(name)]:
         raise Failed(f"{len(differing)} of {len(right)} arrays differ, the first is {differing[0]}")
     return f"equal bits in {len(right)} arrays"

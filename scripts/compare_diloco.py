@@ -40,7 +40,7 @@ KINDS = {
     "streaming DiLoCo": STREAMING,
     "streaming DiLoCo, int8": STREAMING | {"diloco_outer_grad_dtype": "int8"},
 }
-LOOKS = {  # Okabe and Ito's colours, for every kind of colour vision
+LOOKS = {  # Okabe and Ito's palette, which suits colour-blind readers
     "data parallelism": ("#000000", "-"),
     "DiLoCo": ("#0072B2", "--"),
     "streaming DiLoCo": ("#D55E00", "-."),

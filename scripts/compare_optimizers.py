@@ -40,7 +40,7 @@ OPTIMIZERS = {
     "muon": (3e-3, {"muon_consistent_rms": 0.2, "muon_weight_decay": 0.1}),
     "lion": (3e-4, {"lion_weight_decay": 1.0}),
 }
-COLORS = {"adamw": "#0072B2", "muon": "#D55E00", "lion": "#009E73"}  # Okabe and Ito's, for every kind of colour vision
+COLORS = {"adamw": "#0072B2", "muon": "#D55E00", "lion": "#009E73"}  # Okabe and Ito's, which suit colour-blind readers
 STYLES = {"adamw": "-", "muon": "--", "lion": "-."}
 
 

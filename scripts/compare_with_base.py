@@ -51,7 +51,7 @@ CASES = {
     "experts": (*TINY, *ONE, "left=nnx", *LATENT, "mtp_num_layers=1", "opt_type=muon"),
     "meshes": (*TINY, *MESH, "left=nnx", "shard_optimizer_over_data=true", "remat_policy=full", "dtype=bfloat16"),
 }
-# The code of a process. It reads commands from stdin, and prints the exit code and the last line of each.
+# The code of a process that runs the commands from stdin, and prints the exit code and the last line of each command.
 RUN = """
 import contextlib, io, json, sys
 from trainer import parity

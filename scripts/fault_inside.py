@@ -61,7 +61,8 @@ DAMAGES = ("truncated", "removed")
 
 
 def install() -> None:
-    """Prepares the fault in this process, after it has read its command line, if the launcher has started it."""
+    """Prepares the faults of this process if the launcher has started it. They are armed only after the process has
+    read its command line."""
     index = next((word.partition("=")[2] for word in sys.orig_argv if word.startswith("process_id=")), None)
     if index is None:
         return

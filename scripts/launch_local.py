@@ -177,8 +177,8 @@ class _Log:
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:
-        """Reports an OSError, after which nothing more is logged. It must not end the reader of the pipe, because a
-        full pipe would stop the run."""
+        """Reports an OSError, after which nothing more is logged. The error must not end the reader of the pipe,
+        because a full pipe would stop the run."""
         try:
             yield
         except OSError as error:

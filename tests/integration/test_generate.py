@@ -165,7 +165,7 @@ def test_a_hugging_face_directory_and_a_command_line_of_maxtext_give_the_same_te
 
 @pytest.mark.rest(covered_by="generation in one process; integration/test_processes.py")
 def test_two_processes_print_one_text(run, monkeypatch, tmp_path):
-    """On a mesh of both, which is no mesh for the one device with which a checkpoint's keys are compared."""
+    """ici_data_parallelism=2 fits both processes, but not the one device on which a checkpoint's keys are compared."""
     path, _ = run
     (tmp_path / "prompts.txt").write_text("def f\nx\n")
     words = [path, f"prompts={tmp_path / 'prompts.txt'}", "decode_sampling_strategy=greedy", "max_target_length=20"]

@@ -19,8 +19,8 @@ from trainer.checkpoint.manager import newest
 from trainer.data.batches import eval_batches
 from trainer.runtime.supervision import HANG
 
-# Real processes and runs in this one. They run long enough to be interrupted; most of the time is start-up and
-# compilation.
+# Some tests start processes, others run in this process. All runs are long enough to be interrupted; most of the time
+# is start-up and compilation.
 LONGER = {"steps": 200, "eval_interval": 100, "checkpoint_period": 100}
 WORDS = [f"{key}={value}" for key, value in (SETTINGS | pinned("nnx") | LONGER).items()]
 
@@ -107,7 +107,7 @@ def test_ctrl_c_in_training_and_sigterm_in_an_evaluation(one_device, tmp_path, m
         os.kill(os.getpid(), signal.SIGTERM)
         return eval_batches(*args, **kwargs)
 
-    with monkeypatch.context() as patch:  # the rows of the first evaluation, after step 99
+    with monkeypatch.context() as patch:  # interrupts the first evaluation, after step 99
         patch.setattr("trainer.training.batches.eval_batches", interrupted)
         code, output = train(tmp_path, "run_name=run-0001", **LONGER)
     assert code == 143, output

@@ -111,7 +111,7 @@ def test_no_product_with_a_matrix_is_missing(dispatch):
     float_products = plain.total()
     for keys in (EVERYTHING, {"unquantized_modules": "[gate,self_attention/out]"}):
         counts, quantized, left = found(quantization="int8", **keys)
-        heads = 2 if "decoder/logits_dense/kernel" in quantized else 0  # the head is used for the module, too
+        heads = 2 if "decoder/logits_dense/kernel" in quantized else 0  # the module uses the head, too
         experts = sum("/MoeBlock_0/w" in name for name in quantized) if dispatch == "sorted" else 0
         of_integers = 3 * (len(quantized) + max(heads - 1, 0))
         assert counts["int8", "int8"] == of_integers
@@ -282,7 +282,7 @@ def test_experts_on_their_devices_compute_what_one_device_computes():
     alone, start, _ = losses(**EXPERTS, quantize_router_proj=False)
     spread, *_ = losses(devices=8, start=start, **EXPERTS, **mesh, quantize_router_proj=False)
     np.testing.assert_allclose(spread[0], alone[0], **ROUNDED)
-    np.testing.assert_allclose(spread, alone, rtol=1e-3)  # after an update, whose scales are over a device's rows
+    np.testing.assert_allclose(spread, alone, rtol=1e-3)  # the update's scales cover a device's rows
 
 
 @pytest.mark.rest(covered_by="its product, mapped; one program")

@@ -62,7 +62,7 @@ def _leaves(parts: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _is_empty(node: Any) -> bool:
-    """Returns whether a node has no children, such as optax's EmptyState. Orbax saves empty nodes, and requires them."""
+    """Returns whether a node has no children, such as optax's EmptyState. Orbax saves and requires such nodes."""
     return node is None or (isinstance(node, tuple | list | Mapping) and not node)
 
 

@@ -37,8 +37,8 @@ def splash_attention(
     (`ops.order`; "" if unchanged). Keys and values are given for the whole row, in this order.
 
     Raises:
-      ValueError: dropout is given, the row's queries and keys have different lengths, or the length is not a multiple of
-        128.
+      ValueError: dropout is given, a row's queries and keys have different lengths, or the length is not a multiple
+        of 128.
     """
     if dropout is not None:
         raise ValueError("splash_attention does not support dropout of attention weights")

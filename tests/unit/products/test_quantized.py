@@ -98,7 +98,7 @@ def test_int8_is_the_arithmetic_of_integers():
     x[..., :1], kernel[:1] = (
         127.5 * scales[0],
         127.5 * scales[1],
-    )  # the largest values give the scales, and round to 127
+    )  # the largest values determine the scales, and round to 127
     integers[0][..., 0], integers[1][0] = 127, 127
     expected = np.tensordot(*integers, 1) * scales[0][..., None] * scales[1]
     product = made(RECIPES["int8"])

@@ -145,7 +145,7 @@ def test_the_loss_of_another_process_is_told_by_its_text(monkeypatch, error, los
 
 
 def test_unequal_hosts_are_one_message(monkeypatch, tmp_path):
-    """Of the source, whatever the installation, it names the files; the run's own configuration comes with it."""
+    """The message names differing source files, wherever trainer is installed, and shows this run's configuration."""
     package = tmp_path / "trainer"
     shutil.copytree(Path(trainer.__file__).parent / "ops", package / "ops", ignore=shutil.ignore_patterns("*.pyc"))
     here = program() | {"the configuration": "steps: 3\nseed: 0"}

@@ -9,7 +9,7 @@ from trainer.serving.texts import Token
 
 
 def test_a_logarithm_of_zero_is_a_number_of_json():
-    """A bias of minus infinity makes a log-probability infinite; a prompt's first token has none."""
+    """A bias of minus infinity leads to such a log-probability; a prompt's first token has none."""
     made = object.__new__(Answer)
     made._names = SimpleNamespace(text=str, bytes_of=lambda i: b"")
     tokens = [Token(3, None, (), 0), Token(4, -math.inf, ((5, -0.5), (6, -math.inf)), 1)]

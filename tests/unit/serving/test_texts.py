@@ -106,7 +106,7 @@ def bytes_and_letters():
 @pytest.mark.parametrize(
     ("tokens", "cut"),
     [
-        ([256, 0xFF, 0x41, 0x42], 0),  # adjacent invalid bytes are replaced together
+        ([256, 0xFF, 0x41, 0x42], 0),  # byte tokens with an invalid byte are replaced as a whole
         ([256, 0x41, 0x42], 0),
         ([256, 0xE2, 0x82], 2),
         ([256, 0xE2, 0x82, 0xAC], 0),

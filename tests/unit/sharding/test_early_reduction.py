@@ -144,4 +144,4 @@ def test_a_tpu_with_more_rows_than_the_head_holds_the_logits_and_the_gathered_he
     # Part of the matrix may be in VMEM.
     assert logits <= compiled.memory_analysis().temp_size_in_bytes <= logits + gathered
     assert "windowed_dot_general" not in text
-    assert text.count("calls=%all-reduce-scatter") == 1  # of the head's gradient
+    assert text.count("calls=%all-reduce-scatter") == 1  # for the head gradient

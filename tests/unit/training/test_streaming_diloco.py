@@ -135,7 +135,7 @@ def test_fragments_that_arrive_late_against_numpy():
         assert_equal_bits(jax.tree.map(lambda x, n=island: x[n], found.inner_state.params), found.params)
 
 
-# For each dtype of an island's outer gradient: (dtype of the collective, its kind, bytes per number at the receiver).
+# For each dtype of an island's outer gradient: (dtype and kind of the collective, received bytes per number).
 SENT = {"float32": ("f32", "all-reduce", 4), "bfloat16": ("u16", "all-gather", 2 * 2), "int8": ("s8", "all-gather", 2)}
 
 

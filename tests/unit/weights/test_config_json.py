@@ -137,7 +137,7 @@ def test_what_config_json_leaves_out_follows_from_the_rest():
         ]
         == data["max_position_embeddings"]
     )
-    # Mistral's class has a window unless the file says null.
+    # Mistral's class has a window by default, unless the field is null.
     assert model_keys(data | {"model_type": "mistral"}, "")["sliding_window_size"] == 4096
     assert model_keys(data | {"model_type": "mistral", "sliding_window": None}, "")["attention_type"] == "global"
 

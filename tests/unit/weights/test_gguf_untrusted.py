@@ -1,4 +1,4 @@
-"""Untrusted GGUF files: a header's claims are compared with the file's size before any data is read."""
+"""Untrusted GGUF files: a header is checked against the file before any data is read."""
 
 import contextlib
 import os

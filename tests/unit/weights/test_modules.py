@@ -138,7 +138,7 @@ def test_a_preset_says_nothing_of_modules(words):
 
 
 def test_new_modules_begin_as_drawn(tmp_path):
-    """The initial modules equal those that the run would draw; the loaded model was trained without modules."""
+    """A run that starts from a model without modules draws the modules' initial parameters like a fresh run."""
     keys = {"logits_via_embedding": False, "mtp_num_layers": 2}
     without = build(load(arguments("nnx", **keys | {"mtp_num_layers": 0})).config, jax.devices()[:1])
     params = random_params(without.config)
