@@ -27,11 +27,11 @@ ROUNDS = 5
 class Variant(NamedTuple):
     """A variant of attention."""
 
-    segments: int = 1  # per row
+    segments: int = 1  # number of documents in each row
     window: bool = False
     sinks: bool = False
     soft_cap: float = 0.0
-    padding: bool = False  # an eighth of each row is padding, at its end; the outputs for padding are not compared
+    padding: bool = False  # the last eighth of each row is padding; its outputs are not compared
     key_width: float = 1.0  # width of queries and keys, as a multiple of the head width in `Sizes`
     value_width: float = 1.0
 
@@ -40,7 +40,8 @@ class Variant(NamedTuple):
         return int(self.key_width * width), int(self.value_width * width)
 
     def documents(self) -> tuple[int, ...]:
-        """Returns each value of `most` for which `trainer.ops.documents.lengths` can describe these rows."""
+        """Returns the values to test of `most`, an argument of `trainer.ops.documents.lengths`: the maximum number of
+        documents in a row."""
         if self.segments > 1:
             return (self.segments,) if self.key_width == self.value_width else ()
         return (1,) if self.padding else (0, 1)
@@ -59,14 +60,15 @@ VARIANTS = {
     "unequal widths": Variant(segments=3, key_width=1.5),
     "unequal widths, one document": Variant(key_width=1.5),
 }
-HOW = {0: "nothing", 1: "lengths"}  # what a kernel reads about documents, by `most`; for larger values, offsets
+HOW = {0: "nothing", 1: "lengths"}  # what describes the documents to a kernel, by `most`; above 1: offsets
 
 
 class Sizes(NamedTuple):
-    """The sizes of the checks. `states`, `model` and `decoding` are configurations, as key=value words."""
+    """The sizes of the checks. `states`, `model` and `decoding` are configurations: key=value settings, separated by
+    spaces."""
 
     dtype: str
-    tolerance: float  # of a kernel's result, relative to the largest entry
+    tolerance: float  # maximum error of a kernel's result, relative to the largest entry
     attention: tuple[int, int, int, int, int]  # rows, tokens, heads, key-value heads, head width
     window: int
     grouped: tuple[int, int, int, int]  # rows, groups, inputs, outputs
@@ -103,7 +105,7 @@ def seconds(fn: Callable[..., Any], *args: Any) -> float:
 
 
 def with_gradients(op: Callable[..., jax.Array]) -> Callable[..., Any]:
-    """Returns a jitted function of the op's inputs that returns its result and gradients."""
+    """Returns a jitted function that maps the inputs of `op` to its result and the gradients of the inputs."""
 
     @jax.jit
     def both(*inputs: jax.Array) -> Any:
@@ -136,7 +138,8 @@ def beside(op: Callable[..., jax.Array], right: Callable[[], Any], inputs: Seque
 
 
 def furthest(found: Any, right: Any) -> float:
-    """Returns the largest difference between corresponding arrays, relative to the largest entry of each right one."""
+    """Returns the largest difference between corresponding arrays, relative to the largest entry of the array in
+    `right`."""
     pairs = [[np.asarray(x, np.float32) for x in pair] for pair in zip(found, right, strict=True)]
     return float(np.max([np.max(np.abs(a - b)) / np.max(np.abs(b)) for a, b in pairs]))
 
@@ -150,7 +153,7 @@ def kernels(sizes: Sizes, platform: str) -> Checks:
         right = in_float32(of(PLAIN, mask), inputs)
         for name, kernel in KERNELS.items():
             here = kernel.on(capability)
-            own = sizes.dtype == "float32" and name == PLAIN  # this is the reference
+            own = sizes.dtype == "float32" and name == PLAIN  # this op is the reference
             if platform not in kernel.platforms or own or not computes(here, what, sizes.attention[-1]):
                 continue
             masks = {"": mask}
@@ -187,8 +190,8 @@ def computes(kernel: Kernel, what: Variant, width: int) -> bool:
 
 
 def attention(what: Variant, sizes: Sizes) -> tuple[list[jax.Array], Mask, Callable[..., Callable[..., jax.Array]]]:
-    """Returns the inputs of a variant of attention, its mask, and a function. From the name of an op and a mask, that
-    function makes a function of the inputs, whose result is zero for padding."""
+    """Returns the inputs of a variant of attention, its mask, and a factory. Given the name of an op and a mask, the
+    factory returns a function that applies the op to the inputs and sets the result at padding to zero."""
     rows, length, heads, kv_heads, width = sizes.attention
     keys = jax.random.split(jax.random.key(0), 6)
     of_key, of_value = what.widths(width)

@@ -9,7 +9,8 @@ Tables:
     pass of a training step computes for the same sequences. Generation serves prompts and answers of different lengths
     in 8 slots; a training row holds two sequences.
 
-Every table compares runs with and without the key. Programs run in turns, and each time is the minimum of the repeats.
+Every table compares runs with and without `batch_invariant`. Programs run in turns, and each time is the minimum of the
+repeats.
 """
 
 import argparse
@@ -91,7 +92,7 @@ def compared(without: float, with_key: float) -> tuple[str, ...]:
 
 
 def rollouts(engine: MaxEngine, weights: Any, prompts: Sequence[list[int]], limits: Sequence[int]) -> list[tuple]:
-    """Returns the tokens and the log-probabilities that follow each prompt."""
+    """Returns the generated tokens and their log-probabilities for each prompt."""
     scheduler = Scheduler(engine, weights)
     pairs = enumerate(zip(prompts, limits, strict=True))
     numbers = [scheduler.submit(it, limit=limit, sampling=Sampling(1.0), seed=i) for i, (it, limit) in pairs]

@@ -6,8 +6,8 @@
     python scripts/benchmark_context.py --work
 
 The first command compiles the cases for TPUs, one at a time, and appends their figures to the file; a case that the
-file already contains is not measured again. With DIR, the folder that benchmark_memory.py describes, MaxText's steps
-are measured, too, and the libtpu in DIR compiles both programs. The second command prints the table of a file. The
+file already contains is not measured again. With --maxtext, MaxText's steps are measured, too, and the libtpu in DIR
+compiles both programs; benchmark_memory.py describes DIR. The second command prints the file's figures as a table. The
 third command compiles for this machine's CPU devices, and times steps on them. The last command only counts the tiles
 of attention scores that each device computes.
 """
@@ -42,7 +42,8 @@ TPU = [
     *("per_device_batch_size=0.25", "max_target_length=32768", "remat_policy=full", "attention=flash"),
 ]
 TOKAMAX = ["use_tokamax_splash=true", "use_jax_splash=false"]  # required by MaxText's ring strategies
-# The settings of both programs by name, and additional settings of MaxText; None: MaxText's step is not compiled.
+# By name of the case: the settings of both programs, and additional settings of MaxText, or None if MaxText's step is
+# not compiled.
 CASES: dict[str, tuple[list[str], list[str] | None]] = {
     "all_gather": ([f"{STRATEGY}=all_gather"], []),
     "ring": ([f"{STRATEGY}=ring"], TOKAMAX),
@@ -75,7 +76,8 @@ def trainer(settings: list[str]) -> dict[str, Any]:
 
 
 def permutes(text: str) -> Iterator[dict[str, Any]]:
-    """Yields, for each permute of a scheduled module, its bytes and the operations between its start and its end."""
+    """Yields, for each collective-permute in the text of a scheduled module, its bytes and the numbers of operations
+    between its start and its end."""
     from trainer.aot.hlo import parse
 
     for name, computation in parse(text).computations.items():
@@ -93,7 +95,7 @@ def permutes(text: str) -> Iterator[dict[str, Any]]:
 
 
 def measure(out: Path, folder: Path | None, only: str) -> None:
-    """Appends the missing cases whose names contain `only`."""
+    """Measures the cases whose names contain `only` and that `out` lacks, and appends their figures to `out`."""
     commit = run(["git", "describe", "--always", "--dirty"], ROOT, {}).strip()
     if folder:
         os.environ["TPU_LIBRARY_PATH"] = str(next(folder.glob("env/lib/python*/site-packages/libtpu/libtpu.so")))
@@ -134,7 +136,8 @@ def sizes(strategy: str, n: int) -> tuple[int, int]:
 
 def layer(strategy: str, n: int, length: int) -> tuple[Any, Any, Any, Any]:
     """Returns an attention layer without projections, a function that also returns the layer's gradients, abstract
-    float32 arguments for one row, and a mesh of `n` devices. A single device uses the code of the ring."""
+    float32 arguments for one row, and a mesh of `n` devices. On a single device, the layer runs the code of ring
+    attention."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -191,7 +194,8 @@ def fits(strategy: str, n: int) -> bool:
 
 def memory() -> None:
     """Prints the temporaries of a layer and of a step by strategy, length and number of devices. The column `n x` is
-    the total over all devices, relative to the total with the fewest devices above one that the strategy supports."""
+    the total over all devices, divided by the same total for the smallest number of devices above one that the strategy
+    supports."""
 
     def of_layer(strategy: str, n: int, length: int) -> int:
         _, both, given, _ = layer(strategy, n, length)
@@ -240,12 +244,13 @@ def sent() -> None:
 
 
 def work(rows: int = 16) -> None:
-    """Prints how many tiles of attention scores the devices compute by the rule of `ops.ring`: for rows with one
-    document, and for packed rows by mean document length.
+    """Prints how many tiles of attention scores the devices compute if they skip the tiles that `trainer.ops.ring`
+    skips: for rows with one document, and for packed rows by mean document length.
 
-    Counts are relative to all tiles of a device's queries, and averaged over rows. The table has the mean over devices;
-    the maximum over devices, for which all_gather waits; and the sum over rounds of each round's maximum, for which a
-    ring waits.
+    Counts are relative to all tiles of a device's queries, and averaged over rows. The table has the mean over devices
+    (computed); the maximum over devices, which determines the time of all_gather (slowest); and the sum over rounds of
+    each round's maximum, which determines the time of a ring (in rounds). The last two are followed by their ratios to
+    the mean, whose largest values in any row are in the column worst row.
     """
     import numpy as np
 
@@ -282,7 +287,7 @@ def documents(rng: Any, length: int, mean: int) -> Any:
 def tiles(at: Any, segment: Any, n: int, block: int) -> Any:
     """Returns how many tiles of scores each device computes with the keys of each device, [n, n]. `at` is each token's
     index in the original order. A tile is computed if it contains a query and a key of the same document, and the
-    document's last query in the tile is not before its first key."""
+    document's last query in the tile does not precede the document's first key in the tile."""
     import numpy as np
 
     blocks = len(at) // block

@@ -93,8 +93,8 @@ def open_files(folder: Path, kind: str, cache: Path, **keys: object) -> tuple[Da
 
 
 def rate(dataset: Dataset) -> tuple[float, float, float]:
-    """Returns the median rate of loss-bearing tokens in millions per CPU second, the share of positions that such
-    tokens fill, and the CPU seconds to resume."""
+    """Returns the median rate of tokens that contribute to the loss, in millions per CPU second; the share of positions
+    that these tokens fill; and the CPU seconds to resume."""
     stream = dataset.train_stream(rows=ROWS)
     _, position = next(stream)
     rates, tokens, places = [], 0, 0

@@ -3,8 +3,8 @@
     python scripts/benchmark_default.py > docs/benchmarks/default-run.md
 
 The step and the matrix-multiply peak are timed alternately, so that other load affects both. FLOPs are counted as in
-models/flops.py: 6 per token for each parameter of a matrix product, half of the square for causal attention, and none
-for recomputation.
+models/flops.py: 6 per token for each parameter of a matrix product, half of the full score matrix for causal attention,
+and none for recomputation.
 """
 
 import os
@@ -92,7 +92,8 @@ def host_seconds(name: str) -> float:
 
 
 def seconds_to(marker: str | None, *args: str) -> float:
-    """Returns the seconds from the start of a process to the line that begins with `marker`, or to its end."""
+    """Returns the seconds from the start of trainer.train to its first line that begins with `marker`, or to its end if
+    there is no such line."""
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
         command = [sys.executable, "-m", "trainer.train", *args]
@@ -120,7 +121,7 @@ def main() -> None:
     )
 
     print("| from the start of the process | seconds, median of 3 |\n|---|---|")
-    seconds_to("completed step: 0", "steps=1", "eval_interval=-1")  # prepares the data once
+    seconds_to("completed step: 0", "steps=1", "eval_interval=-1")  # prepares the data for the measurements
     for what, marker, args in (
         ("to the first step, data prepared, no compilation cache", "completed step: 0", ["eval_interval=-1"]),
         ("to the end of a configuration error", None, ["learning_rat=1"]),

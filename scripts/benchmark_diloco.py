@@ -1,4 +1,4 @@
-"""Measures CPU time of a DiLoCo step between synchronizations, as a ratio to data parallelism in the same process.
+"""Measures CPU time of a DiLoCo step between synchronizations, relative to data parallelism in the same process.
 
 python scripts/benchmark_diloco.py
 """
@@ -44,7 +44,7 @@ def main() -> None:
     with LoadedAhead(first, open_dataset(first.config, print), Start([])) as batches:
         for _ in range(STEPS):
             batch, _position = batches.take(lambda: None, lambda: False)
-            for name, run in runs.items():  # alternately, so that a slower machine slows all of them
+            for name, run in runs.items():  # alternately, so that other load slows all of them
                 on_devices = jax.block_until_ready(placed(run, batch, run.rows))
                 began = time.process_time()
                 states[name], metrics = steps[name](states[name], on_devices, ())

@@ -3,7 +3,8 @@
     python scripts/benchmark_estimate.py > docs/benchmarks/estimate.md
 
 The machine's peak figures and the steps are measured alternately, so that other load slows both. Simulated devices
-share the machine: each has an equal share of the peak FLOP/s and of the memory bandwidth, which collectives use, too.
+share the machine: each has an equal share of the peak FLOP/s and of the memory bandwidth. Collectives use the memory
+bandwidth, too.
 """
 
 import os
@@ -73,7 +74,7 @@ class Machine:
         self.bandwidths.append(2 * self.array.nbytes / (time.perf_counter() - started))
 
     def chip(self, devices: int) -> Chip:
-        """Returns the specification of one of `devices` simulated devices."""
+        """Returns the specification of a simulated device if `devices` of them share the machine."""
         share = statistics.median(self.bandwidths) / devices
         peak = {"f32": statistics.median(self.peaks) / devices, "bf16": statistics.median(self.peaks) / devices}
         return Chip("cpu", ("cpu",), 1, 0, share, peak, share, 1, share, share)

@@ -7,7 +7,7 @@ Tables:
     of transformers divided by ours. Both programs have the same random weights and prompts. Their greedy tokens are
     compared up to the first near tie.
   slots: decoded tokens per second of elapsed time with every slot in use, in float32.
-  starts: complete processes of `trainer.generate`, with an empty and with a filled JAX compilation cache.
+  starts: elapsed time of complete `trainer.generate` processes, with an empty and with a filled JAX compilation cache.
 
 Programs run in turns in one process, and each time is the minimum of the repeats. Only the table starts includes
 compilation. CPU time includes all threads of the process. Run this on an idle machine: with other programs running on
@@ -70,7 +70,7 @@ class Cost(NamedTuple):
 
 def measured(program: Callable[[], Any]) -> Cost:
     """Returns the cost of a call."""
-    time.sleep(0.05)  # until threads of the previous program have stopped spinning
+    time.sleep(0.05)  # wait until the previous program's threads have stopped spinning
     elapsed, cpu = time.perf_counter(), time.process_time()
     result = program()
     return Cost(time.process_time() - cpu, time.perf_counter() - elapsed, result)
@@ -88,8 +88,8 @@ def in_turns(programs: dict[Hashable, Callable[[], Any]], repeats: int) -> dict[
 
 
 def generations_in_turns(generations: dict[str, Callable[[int], Any]], repeats: int) -> dict[str, tuple[Cost, Cost]]:
-    """Returns two costs by name: of the prompts up to their first tokens, and of one decode step. The first cost's
-    result is all tokens."""
+    """Returns two costs for each name: that of processing the prompts up to their first tokens, and that of one decode
+    step. The result of the first cost contains all generated tokens."""
     counts = list(itertools.product(generations, (1, NEW)))
     costs = in_turns({(name, new): functools.partial(generations[name], new) for name, new in counts}, repeats)
     found = {}
@@ -224,7 +224,7 @@ def print_speed(words: argparse.Namespace, scratch: Path) -> None:
                     cells = itertools.chain(*map(compared, costs[scan], costs[""]))
                     print_row(model, dtype, batch, drawing, scan, *cells, same)
             del engines, weights, programs
-            gc.collect()  # engines are in reference cycles, and hold weights
+            gc.collect()  # frees the engines with their weights, which are in reference cycles
 
 
 def compared(cost: Cost, other: Cost) -> tuple[str, ...]:
@@ -234,7 +234,7 @@ def compared(cost: Cost, other: Cost) -> tuple[str, ...]:
 
 
 def print_slots(words: argparse.Namespace, scratch: Path) -> None:
-    """Prints the table of tokens/s."""
+    """Prints the table of slots."""
     print_head("tokens/s of decode steps", *(f"slots: {slots}" for slots in SLOTS))
     for model in words.models:
         speeds = []
@@ -254,7 +254,7 @@ def print_slots(words: argparse.Namespace, scratch: Path) -> None:
 
 
 def print_starts(words: argparse.Namespace, scratch: Path) -> None:
-    """Prints the table of starts, of the default model."""
+    """Prints the table of starts, for the default model."""
     print_head("start of trainer.generate, default model", "ready, s", "first token, s later", "process, s")
     folder = exported(scratch / "start", engine_of("default", "float32", 1))
     keys = ["prompt=def", "tokenizer_type=bytes", "max_target_length=64", "decode_sampling_strategy=greedy"]

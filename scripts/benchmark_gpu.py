@@ -4,10 +4,10 @@
     python scripts/benchmark_gpu.py --small           # two tiny cases on any platform, to test the script
 
 Prints a row for each case, and writes all results so far to `--output` after each case. A case starts only if the
-longest case so far would fit into the remaining time; the first case needs FIRST seconds. A case that is still running
-when the time is over is stopped. MFU is defined as in scripts/check_accelerator.py: the model's operations, relative to
-the published dense bfloat16 peak, even with `quantization`. Each row is one document, so that the counted operations
-equal the executed ones.
+longest case so far would fit into the remaining time; the first case is assumed to take FIRST seconds. A case that is
+still running when the time is over is stopped. MFU is defined as in scripts/check_accelerator.py: the rate of the
+model's operations, relative to the published dense bfloat16 peak, even with `quantization`. Each row is one document,
+so that the counted operations equal the executed ones.
 
 `scripts/compile_gpu.py benchmark` compiles the same cases on a machine without a GPU; docs/benchmarks/gpu.md has
 results.
@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from trainer.runtime.platforms import leave_out_absent_tpu
 
-leave_out_absent_tpu()  # before JAX is imported
+leave_out_absent_tpu()  # must run before JAX is imported
 
 import jax
 from check_accelerator import LARGE, TINY, batch_of, commit, config_of, peak_of
@@ -60,12 +60,13 @@ class Case(NamedTuple):
 
     @property
     def keys(self) -> str:
-        """The configuration, as key=value words."""
+        """The configuration: key=value settings, separated by spaces."""
         return f"{self.model} per_device_batch_size={self.rows} remat_policy={self.remat_policy}"
 
 
 _SAVED, _EXCEPT_MLP = "minimal_with_context", "save_dot_with_context_except_mlp"
-# By ahead-of-time compilation, these fit into the 75 % of the memory that JAX allocates. The most important come first.
+# According to ahead-of-time compilation, these cases fit into the 75 % of the memory that JAX allocates. The most
+# important cases come first.
 CASES = (
     Case("1.1 B", f"{LARGE} {LENGTH}", 16, _SAVED, steps=3),
     Case("8 layers of 8 B", LAYERS, 4, _SAVED),
@@ -74,7 +75,7 @@ CASES = (
     Case("experts with capacity", f"{EXPERTS} sparse_matmul=false capacity_factor=1.25", 4, _SAVED),
     Case("experts, dropless", EXPERTS, 4, _SAVED),
     Case("8 layers of 8 B", LAYERS, 8, _EXCEPT_MLP, steps=3),
-    Case("1.1 B", f"{LARGE} {LENGTH}", 4, "full"),  # as in check_accelerator.py
+    Case("1.1 B", f"{LARGE} {LENGTH}", 4, "full"),  # the step of check_accelerator.py
 )
 SMALL = (
     Case("tiny", f"{TINY} max_target_length=64", 2, "full", steps=1),
@@ -129,7 +130,7 @@ def row(case: Case, found: dict[str, Any]) -> str:
 
 
 def in_a_process(index: int, small: bool, seconds: float) -> dict[str, Any]:
-    """Measures a case in a new process, so that its peak memory is its own, and its failure affects no other case."""
+    """Measures a case in a new process, so that other cases affect neither its peak memory nor its success."""
     words = [sys.executable, __file__, "--case", str(index), *["--small"] * small]
     try:
         done = subprocess.run(words, stdout=subprocess.PIPE, text=True, timeout=seconds, check=False)

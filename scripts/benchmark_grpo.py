@@ -69,7 +69,8 @@ GRPO = {
 }
 KINDS: dict[str, dict[str, Any]] = {
     "default": {},
-    # Here each row holds one sequence and has at least 128 tokens. These few rounds show bits and time, not learning.
+    # With batch_invariant, each row holds one sequence and has at least 128 tokens. So few rounds show the difference
+    # of log-probabilities and the time, but not learning.
     "batch_invariant": {
         "batch_invariant": "true",
         "max_target_length": 128,
@@ -126,7 +127,7 @@ def accuracy(run: Path) -> float:
 
 
 def curve(run: Path, before: float) -> Curve:
-    """Returns the curve of a run that begins with the accuracy `before`."""
+    """Returns the curve of a run. `before`: the accuracy before its first round."""
     text = (run / "metrics.jsonl").read_text(encoding="utf-8")
     rows: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines()]
     points, seconds = [(0.0, before)], 0.0

@@ -3,7 +3,7 @@
     python scripts/benchmark_llama_cpp.py MODEL.gguf FOLDER PYTHON [--tables generate,serve] [--threads 2] [--repeats 3]
 
 PYTHON is the Python of an environment with cyllama (0.2.18, a wheel of llama.cpp), torch and transformers. FOLDER
-caches the converted forms of the model.
+caches the model in each format and dtype that is measured.
 
 generate  a greedy decode step of 1 and of 4 sequences after prompts of 32 tokens. Each program is a process with a
           loaded model. The programs run in turns, and each time is the minimum of the repeats.
@@ -27,7 +27,7 @@ from typing import Any
 from benchmark_serve import cpu_of, is_ready
 
 PROMPT, NEW = 32, 17
-FORMS = {"float32": "float32", "bfloat16": "bfloat16", "int8": "q8_0"}  # llama.cpp's name of each form
+FORMS = {"float32": "float32", "bfloat16": "bfloat16", "int8": "q8_0"}  # by number format: llama.cpp's name for it
 HALF = ["dtype=bfloat16", "weight_dtype=bfloat16"]
 PORT, CLIENTS, ANSWER = 8073, (1, 4), 32
 # Each line of the child's stdin is a number of tokens to generate. The child answers with elapsed and CPU seconds.
@@ -101,7 +101,7 @@ def run(new):
 
 
 def made(model: Path, folder: Path) -> None:
-    """Writes the forms of the model that are missing in `folder`."""
+    """Converts the model to each measured format and dtype that `folder` lacks."""
     wanted = {f"{it}.gguf": ("export", "format=gguf", f"dtype={it}") for it in FORMS.values()}
     wanted |= {"hf": ("export", "format=hf"), "int8": ("quantize", "quantization=int8")}
     for name, (command, *words) in wanted.items():

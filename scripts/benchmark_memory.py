@@ -88,7 +88,7 @@ def keys(case: tuple[Any, ...]) -> list[str]:
         f"compile_topology_num_slices={slices}",
         *(f"{axis}_parallelism={size}" for axis, size in sizes.items()),
         f"per_device_batch_size={rows}",
-        # A mesh of several axes may need this on a small torus.
+        # On a small torus, a mesh of several axes may require that physical axes are split.
         *(["allow_split_physical_axes=true"] if "tensor" in mesh else []),
         *(["enable_diloco=true"] if "diloco" in mesh else []),
         *SETTINGS.split(),
@@ -144,7 +144,8 @@ def run(command: list[str], folder: Path, variables: dict[str, str]) -> str:
 
 
 def measure(out: Path, folder: Path | None, only: str, settings: list[str]) -> None:
-    """Appends the missing cases to `out`: those of the group `only`, or those whose names contain `only`."""
+    """Measures cases and appends their figures to `out`, unless `out` already contains them. The cases are those of the
+    group `only`, or, if there is no such group, those whose names contain `only`."""
     commit = run(["git", "describe", "--always", "--dirty"], ROOT, {}).strip()
     have = [{**line, "figures": None} for line in read(out)]
     named = dict.fromkeys(case for cases in CASES.values() for case in cases if only in name_of(case))

@@ -27,7 +27,7 @@ from trainer.training.batches import placed
 from trainer.training.build import build
 
 ROUNDS, STEPS = 10, 10
-SUBLAYERS = 84  # with a kernel and a bias each, and two moments: 504 leaves, besides embedding, norm, head and counts
+SUBLAYERS = 84  # x (kernel, bias) x (parameter, two moments) = 504 leaves, besides embedding, norm, head and counts
 HOST = {
     "decoder_block": "scripts.benchmark_migration:Distinct",
     "remat_policy": "none",
@@ -65,7 +65,7 @@ class Measured:
         lowered = run.step_on_leaves.lower(self.leaves, *run.abstract_args()[1:])
         self.trace = time.perf_counter() - started
         started = time.perf_counter()
-        # With overrides, only the time of the host matters, so the program need not be optimized.
+        # Only the case for the host's time (HOST) has overrides. Its program need not be optimized.
         self.compiled = lowered.compile({"xla_backend_optimization_level": 0} if overrides else None)
         self.compile = time.perf_counter() - started
         source = SyntheticRows(run.config.max_target_length, run.config.vocab_size, seed=0)
@@ -75,8 +75,8 @@ class Measured:
         self.apart: list[float] = []
 
     def steps(self) -> None:
-        """Times a few steps, called with leaves. Also times flattening and unflattening, which each call with the
-        native state would add."""
+        """Times a few steps that are called with leaves. Also times flattening and unflattening the state, which would
+        be needed in addition if each call took the native state."""
         for _ in range(STEPS):
             started = time.perf_counter()
             self.leaves, metrics = self.compiled(self.leaves, self.batch, ())
@@ -90,7 +90,7 @@ class Measured:
 
 
 def milliseconds(seconds: list[float]) -> float:
-    """Returns the median in milliseconds."""
+    """Returns the median of `seconds` in milliseconds."""
     return 1e3 * statistics.median(seconds)
 
 

@@ -2,8 +2,8 @@
 
     python scripts/benchmark_mtp.py [SEED ...] > docs/benchmarks/multi-token-prediction.md
 
-Measures the cost of a step of the default model with 0, 1 and 2 modules, timed alternately. For each seed, trains the
-default run with and without a module, and reports the final evaluations in bits per byte.
+Measures the cost of a step of the default model with 0, 1 and 2 prediction modules (mtp_num_layers), timed alternately.
+For each seed, trains the default run with one module and without, and reports the final evaluations in bits per byte.
 """
 
 import json

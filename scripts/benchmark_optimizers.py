@@ -27,7 +27,7 @@ from trainer.state.muon import get_muon_weight_dimension_numbers
 from trainer.training.build import build
 
 ROUNDS, UPDATES = 6, 5
-LAYERS = 8  # so that data=8 divides them
+LAYERS = 8  # a multiple of the 8 devices on the axis data
 DATA = {"ici_data_parallelism": 8, "ici_fsdp_parallelism": 1}
 TIMED = {
     "adamw": {},

@@ -6,9 +6,9 @@
     XLA_FLAGS=--xla_force_host_platform_device_count=8 python scripts/benchmark_pipeline.py --steps 20
 
 The first command compiles the cases for two slices of TPUs, one at a time, and appends their figures to the file; a
-case that the file already contains is not measured again. With DIR, the folder that benchmark_memory.py describes,
-MaxText's steps are measured, too, and the libtpu in DIR compiles both programs. The second command prints the table of
-a file. The last two commands time compilation and steps on this machine's CPU.
+case that the file already contains is not measured again. With --maxtext, MaxText's steps are measured, too, and the
+libtpu in DIR compiles both programs; benchmark_memory.py describes DIR. The second command prints the file's figures as
+a table. The last two commands time compilation and steps on this machine's CPU.
 """
 
 import json
@@ -31,7 +31,7 @@ FIVE = [*STAGES, "num_layers_per_pipeline_stage=5"]
 SIXTEEN = [*STAGES, "base_num_decoder_layers=16", "override_model_config=true"]
 ALL = [*STAGES, "num_layers_per_pipeline_stage=40", "scan_layers_per_stage=true"]
 OF_LAYERS = ["set_remat_policy_on_pipeline_iterations=false", "set_remat_policy_on_layers_per_stage=true"]
-# Whether MaxText has the case, and the settings, by name.
+# By name of the case: whether MaxText supports it, and its settings.
 CASES: dict[str, tuple[bool, list[str]]] = {
     "fsdp over both slices": (False, ["dcn_fsdp_parallelism=2"]),
     "data over the slices": (False, ["dcn_data_parallelism=2"]),
@@ -89,7 +89,7 @@ def maxtext(folder: Path, settings: list[str]) -> dict[str, Any]:
 
 
 def measure(out: Path, folder: Path | None, only: str) -> None:
-    """Appends the missing cases whose names contain `only`."""
+    """Measures the cases whose names contain `only` and that `out` lacks, and appends their figures to `out`."""
     commit = run(["git", "describe", "--always", "--dirty"], ROOT, {}).strip()
     libraries = list(folder.glob("env/lib/python*/site-packages/libtpu/libtpu.so")) if folder else []
     have = {(line["program"], line["case"]) for line in read(out)}

@@ -26,11 +26,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from slow_server import SlowServer, served
 
 KINDS = ("jsonl", "jsonl.gz", "parquet", "arrayrecord", "text")
-DELAYS = (0.005, 0.05)  # seconds before each answer
+DELAYS = (0.005, 0.05)  # of the server, in seconds before each answer
 
 
 def measure(folder: Path, kind: str, files: str, name: str) -> tuple[float, float]:
-    """Returns the seconds to read all documents, and the seconds to prepare rows of their bytes."""
+    """Returns the seconds to read all documents, and the seconds to read them and prepare rows with the byte
+    tokenizer."""
     keys = {
         "dataset_type": "grain",
         "grain_file_type": kind.removesuffix(".gz"),

@@ -33,7 +33,8 @@ WORDS = [
     *("learning_rate_schedule_steps=1000000", "eval_interval=-1", "prompt=", "checkpoint_period=25", "run_name=run"),
 ]
 SUPERVISED = ["supervise=true", "hang_timeout_seconds=5"]
-# Each way: the process that is hit, the signal, and additional arguments. Without a signal, HANGS makes it hang.
+# By name of the fault: the index of the process, the signal that it gets, and additional arguments. If the signal is
+# None, the code in HANGS makes the process hang.
 WAYS = {
     "kill -9 of process 1": (1, signal.SIGKILL, []),
     "kill -9 of process 0": (0, signal.SIGKILL, []),
@@ -42,7 +43,7 @@ WAYS = {
     "hang, supervised": (1, None, SUPERVISED),
 }
 BLOW = 60  # the step at which the fault strikes
-# A sitecustomize.py: in the first start only, process 1 sleeps after the step BLOW is noted.
+# A sitecustomize.py that makes process 1 hang after it has noted the step BLOW, but only in the first start.
 HANGS = f"""
 import os, sys, time
 if "process_id=1" in sys.orig_argv:
@@ -81,7 +82,8 @@ def main() -> None:
 
 
 def one(way: str, folder: Path) -> tuple[dict[str, float], str]:
-    """Returns the seconds from the fault to each mark, and the launcher's line about the process that failed."""
+    """Returns the seconds from the fault to each event, by name, and the launcher's line about the process that
+    failed."""
     index, number, words = WAYS[way]
     if number is None:
         (folder / "sitecustomize.py").write_text(HANGS)

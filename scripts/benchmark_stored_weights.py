@@ -1,4 +1,4 @@
-"""Quantizes the weights of trained default models in several ways, and prints losses and divergences as a table.
+"""Quantizes the weights of trained default models in several ways, and prints a table of losses and divergences.
 
     python scripts/benchmark_stored_weights.py FOLDER [--steps N] [--rows N]
 
@@ -83,7 +83,8 @@ def logits_of(path: Path) -> Any:
 
 
 def measured(run: Path, ways: dict[str, Path], rows: int) -> dict[str, tuple[float, float]]:
-    """Returns the loss and the divergence of each way; the key "" is the float model."""
+    """Returns the (loss, divergence) of each model in `ways`, and under the key "" those of the float model in
+    `run`."""
     models = {name: logits_of(path) for name, path in {"": run, **ways}.items()}
     losses, divergences, tokens = dict.fromkeys(models, 0.0), dict.fromkeys(models, 0.0), 0
     for batch in batches(run, rows):

@@ -26,7 +26,7 @@ EIGHT = ("ici_fsdp_parallelism=4", "ici_tensor_parallelism=2")
 
 
 def words(layers: int) -> list[str]:
-    """Returns the configuration of the model, as key=value words."""
+    """Returns the configuration of the model as key=value arguments."""
     sizes = {
         "base_emb_dim": WIDTH,
         "base_mlp_dim": MLP,

@@ -1,15 +1,18 @@
 """Writes small checkpoints with MaxText 0.2.5, and compares logits in both directions.
 
     python scripts/maxtext_folders.py write OUT [NAME ...]    in an environment with MaxText on CPU
-    python scripts/maxtext_folders.py check PYTHON [NAME ...]    here; PYTHON is the other environment's interpreter
+    python scripts/maxtext_folders.py check PYTHON [NAME ...]    in this trainer's environment
 
-`write` trains each model of CASES for two steps with MaxText's training program, which also saves it. OUT/NAME.zip has
-the run's folder, the model's keys (keys.json), and tokens with MaxText's float32 logits (expected.npz). The files in
-tests/maxtext-0.2.5 were written this way, and the tests load them.
+PYTHON is the interpreter of the environment with MaxText; each NAME is a key of CASES.
 
-`check` loads each of these files with this trainer and exports it for MaxText. MaxText then loads the export with the
-arguments that `trainer.export` prints, once as in its training and once as in its decoding. `check` prints the largest
-differences of the logits, and exits with 1 if one exceeds its tolerance. docs/guides/weights.md has a dated result.
+`write` trains each model of CASES for two steps with MaxText's training program, which also saves the model.
+OUT/NAME.zip has the run's folder, the model's keys (keys.json), and tokens with MaxText's float32 logits
+(expected.npz). The files in tests/maxtext-0.2.5 were written this way, and the tests load them.
+
+`check` loads each model in tests/maxtext-0.2.5 with this trainer and exports it for MaxText. MaxText loads the export
+with the arguments that `trainer.export` prints, once as MaxText's training does and once as its decoding does. `check`
+prints the largest differences of the logits after the import and after the export, and exits with 1 if one exceeds its
+tolerance. docs/guides/weights.md has a dated result.
 """
 
 import contextlib
@@ -30,8 +33,8 @@ import numpy as np
 
 os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 FOLDERS = Path(__file__).parents[1] / "tests" / "maxtext-0.2.5"
-TOLERANCE = 1e-5  # for float32 logits of up to 5; the two sides sum the same products in different orders
-# Recurrent layers amplify rounding: 4.2e-5 on an Intel Xeon, below 1e-5 on an AMD EPYC.
+TOLERANCE = 1e-5  # for float32 logits of up to 5; the two programs sum the same products in different orders
+# Recurrent layers amplify rounding: logits differed by 4.2e-5 on an Intel Xeon, and by less than 1e-5 on an AMD EPYC.
 RECURRENT = dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), 2e-4)
 TINY = {
     "base_emb_dim": 16,
@@ -44,7 +47,7 @@ TINY = {
     "decoder_block": "llama2",
 }
 EXPERTS = {"decoder_block": "mixtral", "num_experts": 3, "num_experts_per_tok": 2, "base_moe_mlp_dim": 24}
-# With this name, MaxText's block weights experts by their scores without the bias.
+# With this model_name, MaxText's deepseek block weights experts by their scores without the routing bias.
 AS_V3 = {"model_name": "deepseek3-671b", "override_model_config": True}
 DEEPSEEK = AS_V3 | {
     "normalization_layer_epsilon": 1e-6,
@@ -92,19 +95,19 @@ GEMMA2 |= {
     "attn_logits_soft_cap": 4.0,
     "final_logits_soft_cap": 8.0,
 }
-# The name sets the scale of attention scores. Seven layers are one period of six and one more.
+# This model_name determines MaxText's scale of attention scores. Seven layers are one period of six and one layer more.
 GEMMA3 = GEMMA | POST_NORMS | {"model_name": "gemma3-27b", "override_model_config": True, "rope_max_timescale": 1000}
 GEMMA3 |= {"decoder_block": "gemma3", "sliding_window_size": 3, "local_rope_max_timescale": 100}
 GEMMA3 |= {"rope_linear_scaling_factor": 8.0, "base_num_decoder_layers": 7}
 QWEN2 = {"decoder_block": "qwen2", "attention_bias": True}
-# With this name, queries and keys are normalized over all heads together.
+# With this model_name, MaxText normalizes queries and keys over all heads together.
 OLMO3 = {"model_name": "olmo3-7b", "override_model_config": True, "inhomogeneous_layer_cycle_interval": 4}
 OLMO3 |= {"decoder_block": "olmo3", "sliding_window_size": 3, "base_num_decoder_layers": 4, "base_num_kv_heads": 2}
 OLMO3 |= {"use_qk_norm": True, "rope_type": "default", "rope_max_timescale": 1000, "normalization_layer_epsilon": 1e-6}
 OF_YARN = {"rope_type": "yarn", "rope_factor": 4, "original_max_position_embeddings": 16, "max_position_embeddings": 64}
-# As in MaxText's presets. MaxText applies YaRN to all layers.
+# YaRN, as in MaxText's presets of this family. MaxText applies it to all layers.
 OLMO3_LONG = OLMO3 | OF_YARN | {"rope_interleave": False, "rope_attention_scaling": True}
-# Layers with RoPE and chunked attention, and layers without; layers with an MLP, and layers with experts.
+# Some layers have RoPE and chunked attention, the others have neither. Some have an MLP, the others have experts.
 LLAMA4 = {"decoder_block": "llama4", "use_qk_norm": True, "nope_layer_interval": 4, "interleave_moe_layer_step": 2}
 LLAMA4 |= {"inhomogeneous_layer_cycle_interval": 4, "base_num_decoder_layers": 4, "chunk_attn_window_size": 3}
 LLAMA4 |= {"temperature_tuning": True, "num_experts": 4, "num_experts_per_tok": 1, "shared_experts": 1}
@@ -114,22 +117,22 @@ GPT_OSS |= OF_YARN | {"rope_interleave": False, "rope_attention_scaling": True, 
 GPT_OSS |= {"base_num_decoder_layers": 4, "sliding_window_size": 3, "attention_bias": True}
 GPT_OSS |= {"mlp_activations": "[sigmoid,linear]", "mlp_activations_limit": 0.5}
 GPT_OSS |= {"inhomogeneous_layer_cycle_interval": 2}
-# Twice: two recurrent layers, then one with attention. Two value heads share a key head.
+# Six layers: two recurrent ones and one with attention, twice. In recurrent layers, two value heads share a key head.
 QWEN3_NEXT = {"decoder_block": "qwen3_next", "base_num_decoder_layers": 6, "inhomogeneous_layer_cycle_interval": 3}
 QWEN3_NEXT |= {"gdn_num_key_heads": 2, "gdn_num_value_heads": 4, "gdn_key_head_dim": 8, "gdn_value_head_dim": 12}
 QWEN3_NEXT |= {"gdn_chunk_size": 4, "partial_rotary_factor": 0.5, "normalization_layer_epsilon": 1e-6}
 QWEN3_NEXT |= {"num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 12, "base_mlp_dim": 12}
 QWEN3_NEXT |= {"shared_experts": 1, "norm_topk_prob": True}
-# Two more recurrent layers follow the complete repetitions.
+# Eight layers: two recurrent ones follow the two complete periods of three.
 QWEN3_NEXT_REST = QWEN3_NEXT | {"base_num_decoder_layers": 8}
-# As in MaxText's presets. For text alone, mRoPE's positions equal the ordinary ones.
+# mRoPE, as in MaxText's presets of this family. For text alone, its positions equal ordinary positions.
 QWEN3_5 = QWEN3_NEXT | {"decoder_block": "qwen3_5", "use_mrope": True, "mrope_section": [2, 1, 1]}
 # MaxText's keys for features that this trainer's blocks always have.
 GPT_OSS_ALWAYS = {"attention_sink": True, "routed_bias": True, "mlp_bias": True}
 # Keys whose values differ in this trainer.
 OURS = {
-    "gemma2": {"base_num_decoder_layers": 4},  # each of MaxText's layers is a pair of layers
-    "gemma3": {"query_pre_attn_scalar": 8},  # base_emb_dim // base_num_query_heads
+    "gemma2": {"base_num_decoder_layers": 4},  # each of MaxText's layers is a pair of this trainer's
+    "gemma3": {"query_pre_attn_scalar": 8},  # as in MaxText: base_emb_dim // base_num_query_heads
     "qwen3_5": {"decoder_block": "qwen3_5_moe"},
 }
 ALWAYS = {"gpt_oss": GPT_OSS_ALWAYS}
@@ -164,8 +167,8 @@ CASES = {
     "params_unscanned": TINY | UNSCANNED,
 }
 PARAMS_ONLY = ("params", "params_unscanned")  # written by MaxText's parameter-only tool, in bfloat16
-LOADS = ("load_parameters_path", "from_pretrained")  # how MaxText loads parameters
-# Full float32 precision, and experts drop no tokens.
+LOADS = ("load_parameters_path", "from_pretrained")  # the ways in which MaxText loads exported parameters
+# Logits are computed in full float32 precision, and experts drop no tokens.
 COMPUTED = {
     "dtype": "float32",
     "weight_dtype": "float32",
@@ -217,7 +220,7 @@ def params_only(folder: Path, out: Path, keys: dict[str, Any]) -> Path:
     """Writes a checkpoint's parameters with MaxText's parameter-only tool, and returns the new folder."""
     from maxtext.utils import generate_param_only_checkpoint
 
-    # The tool builds the run's optimizer, so it needs the type. With force_unroll it unscans the layers.
+    # The tool builds the run's optimizer, so it needs opt_type. With force_unroll it unstacks scanned layers.
     said = {"opt_type": "adamw", "load_full_state_path": folder / "items", "base_output_directory": out}
     generate_param_only_checkpoint.main(arguments(keys | {"force_unroll": not keys["scan_layers"]} | SCANNED | said))
     return newest(out / "run")
@@ -228,10 +231,10 @@ def newest(run: Path) -> Path:
 
 
 def logits(folder: Path, keys: dict[str, Any], how: str) -> dict[str, np.ndarray]:
-    """Returns random tokens, and their logits by MaxText's model with the parameters in `folder`.
+    """Returns random tokens, and the logits that MaxText's model computes for them with the parameters in `folder`.
 
-    `how` is the way in which MaxText loads the parameters: load_full_state_path or load_parameters_path, as in its
-    training, or from_pretrained, as in its decoding and post-training.
+    `how` is the way in which MaxText loads the parameters: "load_full_state_path" or "load_parameters_path", as in
+    MaxText's training, or "from_pretrained", as in MaxText's decoding and post-training.
     """
     import jax.numpy as jnp
     from flax import nnx
@@ -245,7 +248,7 @@ def logits(folder: Path, keys: dict[str, Any], how: str) -> dict[str, np.ndarray
     if how == "from_pretrained":
         model = model_creation_utils.from_pretrained(config, mesh=mesh)
     else:
-        # _read_train_checkpoint first builds a model eagerly, which takes minutes and only Muon needs: skip that.
+        # _read_train_checkpoint first builds a model eagerly, which takes minutes. Only Muon needs it, so skip it.
         build = model_creation_utils.from_config
         made = iter([lambda *args, **kwargs: None])
         with mock.patch.object(model_creation_utils, "from_config", lambda *a, **k: next(made, build)(*a, **k)):
@@ -261,7 +264,7 @@ def logits(folder: Path, keys: dict[str, Any], how: str) -> dict[str, np.ndarray
 
 
 def write(out: Path, names: list[str]) -> None:
-    """Writes the cases `names`, or all cases if it is empty."""
+    """Writes the cases in `names`, or all cases if `names` is empty."""
     for name, keys in CASES.items():
         if names and name not in names:
             continue
@@ -269,7 +272,7 @@ def write(out: Path, names: list[str]) -> None:
             work = Path(temporary) / name
             trained = train(work, keys | (SCANNED if name in PARAMS_ONLY else {}))
             folder = params_only(trained, Path(temporary) / "alone", keys) if name in PARAMS_ONLY else trained
-            # MaxText's training cannot read the output of MaxText's parameter-only tool.
+            # MaxText's training cannot load the output of MaxText's parameter-only tool.
             how = "from_pretrained" if name in PARAMS_ONLY else "load_full_state_path"
             np.savez(work / "expected.npz", **logits(folder, keys, how))
             (work / "keys.json").write_text(json.dumps(keys))
@@ -285,7 +288,7 @@ def write(out: Path, names: list[str]) -> None:
 
 
 def configured(keys: dict[str, Any], **more: Any) -> Any:
-    """Returns the resolved float32 configuration for MaxText's `keys`, with `more` keys of this trainer."""
+    """Returns the resolved float32 configuration for MaxText's keys `keys` and this trainer's keys `more`."""
     from trainer.config.flags import flags_of
     from trainer.config.load import load
     from trainer.config.resolve import resolve
@@ -299,8 +302,10 @@ def configured(keys: dict[str, Any], **more: Any) -> Any:
 
 @functools.cache
 def our_model(config: Any) -> tuple[Any, Any]:
-    """Returns this trainer's model, and a compiled function (params, rest, table, tokens) -> logits. A tied head
-    multiplies by `table`."""
+    """Returns this trainer's model, and a compiled function (params, rest, table, tokens) -> logits.
+
+    `rest` is the state other than parameters. A tied head uses `table` in place of the embedding in `params`.
+    """
     import jax
 
     from trainer.backends.registry import make_model
@@ -321,8 +326,8 @@ def our_model(config: Any) -> tuple[Any, Any]:
 def our_logits(folder: Path, keys: dict[str, Any], tokens: np.ndarray, **more: Any) -> list[np.ndarray]:
     """Returns the logits of this trainer's model with the parameters in `folder`.
 
-    The list has one entry, or two if the head is tied. Then the first has the head's table rounded to bfloat16, as
-    MaxText rounds it even in float32 runs, and the second has the exact table.
+    If the head is not tied, the list has one entry. If it is tied, the list has two: the first is computed with the
+    head's table rounded to bfloat16, as MaxText rounds it even in float32 runs, and the second with the exact table.
     """
     import jax
 
@@ -364,7 +369,7 @@ def exported(folder: Path, out: Path, keys: dict[str, Any]) -> list[str]:
 
 
 def check(python: str, names: list[str]) -> int:
-    """Compares logits in both directions, for the cases `names` or for all. Returns the exit code."""
+    """Compares logits in both directions, for the cases in `names` or, if it is empty, all. Returns the exit code."""
     wrong = 0
     for path in sorted(path for path in FOLDERS.glob("*.zip") if not names or path.stem in names):
         with tempfile.TemporaryDirectory() as temporary:
@@ -380,7 +385,7 @@ def check(python: str, names: list[str]) -> int:
         inward = np.abs(ours - expected["logits"]).max()
         outward = max(np.abs(ours - it).max() for it in theirs.values())
         wrong += max(inward, outward) > tolerance(keys)
-        print(f"{path.stem:<20} {np.abs(ours).max():.2f}  read here {inward:.1e}  read there {outward:.1e}", flush=True)
+        print(f"{path.stem:<20} {np.abs(ours).max():.2f}  imported {inward:.1e}  exported {outward:.1e}", flush=True)
     return int(wrong > 0)
 
 
@@ -390,7 +395,7 @@ def tolerance(keys: dict[str, Any]) -> float:
 
 
 def main(words: list[str]) -> int:
-    """Runs a command of the module's docstring. Returns the exit code."""
+    """Runs `write`, `check`, or `logits`, which `check` runs in MaxText's environment. Returns the exit code."""
     match words:
         case ["write", out, *names]:
             write(Path(out), names)

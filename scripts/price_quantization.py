@@ -2,10 +2,11 @@
 
     python scripts/price_quantization.py smollm2.gguf FOLDER [characters] [questions]
 
-FOLDER keeps the quantized models and the scores, so an interrupted run can be continued. The text and the questions
-come from Python's help topics (`pydoc_data`): a question is a sentence, and its two choices are the next sentence and
-one from elsewhere in the topic. AWQ and GPTQ calibrate on 32 rows of the standard library's source. The script takes
-about 40 minutes on two cores for SmolLM2-135M. docs/benchmarks/quantization.md has a table of results.
+FOLDER keeps the quantized models and the scores, so an interrupted run can be continued. `characters` is the length of
+the text for the perplexity, and `questions` the number of questions for the accuracy. The text and the questions come
+from Python's help topics (`pydoc_data`): a question is a sentence, and its two choices are the next sentence and a
+sentence from elsewhere in the same topic. AWQ and GPTQ calibrate on 32 rows of the standard library's source. The
+script takes about 40 minutes on two cores for SmolLM2-135M. docs/benchmarks/quantization.md has a table of results.
 """
 
 import json
@@ -50,7 +51,7 @@ def main() -> None:
 
 
 def write_tasks(folder: Path, characters: int = 80_000, questions: int = 200) -> None:
-    """Writes the evaluation tasks text.yml and next.jsonl."""
+    """Writes the evaluation tasks text.yml (perplexity) and next.jsonl (questions)."""
     (folder / "text.txt").write_text("\n".join(topics.values())[:characters])
     task = {"kind": "text", "dataset_type": "grain", "grain_file_type": "text", "context": 512, "joined": True}
     (folder / "text.yml").write_text(json.dumps(task | {"grain_train_files": str(folder / "text.txt")}))
@@ -65,7 +66,7 @@ def write_tasks(folder: Path, characters: int = 80_000, questions: int = 200) ->
 
 
 def quantized(model: str, place: Path, keys: tuple[str, ...]) -> float:
-    """Quantizes `model` into `place`, unless an earlier run did. Returns the seconds that it took."""
+    """Writes the quantized model to the folder `place`, unless an earlier run did. Returns the seconds that it took."""
     kept = place.with_suffix(".seconds")
     if not kept.exists():
         began = time.monotonic()

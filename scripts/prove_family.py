@@ -2,13 +2,14 @@
 
     pip install -e ".[goldens]" && python scripts/prove_family.py PACKAGE.facts:FACTS FOLDER
 
-FOLDER is a random model written by save_pretrained, with a vocabulary of at least 64, and with sliding windows and
-chunks shorter than 20 tokens. PACKAGE must be in the current folder or in PYTHONPATH.
+PACKAGE.facts:FACTS is the value of decoder_block for your family (docs/guides/extending.md). PACKAGE must be in the
+current folder or in PYTHONPATH. FOLDER has a random model written by save_pretrained. Its vocabulary needs at least 64
+tokens; its sliding windows and chunks, if it has any, must be shorter than 20 tokens.
 
-The script compares logits and gradients, of whole rows and of packed rows; transformers computes the documents of a
-packed row one by one. It prints each largest difference as a share of the largest entry, and the names of tensors that
-import and export do not preserve bit for bit. The exit code is 1 if there are such tensors, or if a difference exceeds
-its tolerance.
+The script compares logits and gradients, once for rows of one document and once for packed rows, whose documents
+transformers computes one by one. For the logits, and for the gradient that differs most, it prints the largest
+difference relative to the largest entry. It also prints the names of tensors that import and export do not preserve bit
+for bit. The exit code is 1 if there are such tensors, or if a difference exceeds its tolerance.
 """
 
 import functools
@@ -37,12 +38,12 @@ from trainer.weights.load import load_parameters
 from trainer.weights.model_keys import model_config
 from trainer.weights.open import open_source
 
-TOLERANCES = {"logits": 1e-5, "gradient": 5e-5}  # rounding alone gave 2.8e-6 and 1.4e-5
+TOLERANCES = {"logits": 1e-5, "gradient": 5e-5}  # rounding alone caused 2.8e-6 and 1.4e-5
 Arrays = dict[str, np.ndarray]
 
 
 def theirs(folder: str, batch: Arrays) -> Arrays:
-    """Returns the logits and gradients of transformers' model. Gradients have the names of its tensors."""
+    """Returns the logits and gradients of transformers' model. Gradients have the names of the model's tensors."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     tokens = {name: torch.tensor(array, dtype=torch.long) for name, array in batch.items()}
     logits, counts = by_document(model, tokens), tokens["targets_segmentation"] != 0
@@ -86,7 +87,7 @@ class Ours:
 
 
 def main() -> int:
-    """Compares the family and folder of the command line. Returns the exit code."""
+    """Compares the family and the folder that the command line names. Returns the exit code."""
     if len(sys.argv) != 3:
         print(__doc__)
         return 2

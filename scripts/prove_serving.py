@@ -1,11 +1,13 @@
-"""Tests the promises of docs/guides/serving.md: starts servers and queries them with the client of `openai`.
+"""Tests the promises of docs/guides/serving.md: starts servers and queries them with the client of the package openai.
 
     python scripts/prove_serving.py FROM [--only greedy,ties,cut,malformed,end] [--requests 1000] [key=value ...]
 
+FROM is the model to serve, as for trainer.serve. These are the tests:
+
 greedy     concurrent requests in random mixes, with batch_invariant=true: every token and every bit of every
            log-probability equals trainer.generate's
-ties       the same without batch_invariant: an answer may differ from trainer.generate's only after a near tie; the
-           script prints each difference
+ties       the same requests without batch_invariant: an answer may differ from trainer.generate's only after a near
+           tie between two tokens' log-probabilities; the script prints each difference
 cut        a tenth of the requests are cut off at random moments: no slot is lost; the script prints the server's
            memory, which should stay flat
 malformed  300 malformed requests each get a 4xx status or a closed connection, without a traceback, and disturb no
@@ -29,14 +31,14 @@ from pathlib import Path
 
 import openai
 
-TIE = 1e-3  # largest difference of log-probabilities in a tie; another order of float32 sums causes less than 1e-4
+TIE = 1e-3  # a smaller difference of log-probabilities is a near tie; reordering float32 sums changes less than 1e-4
 LENGTH, SLOTS, CLIENTS = 256, 16, 32
 WORDS = [*"()=:+é🙂", "def", "class", "return", "import", "self", "if", "for", "in", "x", "y", "print", "str", "list"]
 SEED, NAME = 0, "proved"
 
 
 def main() -> None:
-    """Runs the proofs and prints a line or two for each."""
+    """Runs the tests and prints one or more lines for each test."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", metavar="FROM")
     parser.add_argument("keys", nargs="*")
@@ -106,7 +108,7 @@ class Served:
 
 @contextlib.asynccontextmanager
 async def served(model: str, keys: list[str]) -> AsyncIterator[Served]:
-    """Starts a server; stops it, with the checks of `Served.end`, on exit."""
+    """Starts a server. On exit, stops it with `Served.end`, which checks how it ended."""
     with tempfile.TemporaryDirectory() as folder:
         server = Served(model, keys, Path(folder))
         try:
@@ -367,7 +369,7 @@ async def end(model: str, keys: list[str], count: int) -> None:
                 try:
                     answer = await server.client.completions.create(**how)
                 except (openai.APIConnectionError, openai.InternalServerError):
-                    return "refused"  # before it was accepted
+                    return "refused"  # the server did not accept it
                 answered.append(i)
                 last = ""
                 async for chunk in answer:

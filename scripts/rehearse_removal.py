@@ -1,12 +1,16 @@
-"""Removes Linen and then the three flags in a temporary copy of the checkout, and runs the affected tests.
+"""Removes Linen, and then the flags that select it, in a temporary copy of the checkout, and runs the affected tests.
 
     python scripts/rehearse_removal.py [pytest's options]
 
-One commit will delete Linen: the folder src/trainer/linen, its tests in tests/unit/linen, its rows in the table of the
-flags (config/flags.py, base.yml) and in the registry of models, the README's command with a Linen flag, and the
-contract that nothing imports it. A Linen flag then causes an error that explains the removal. The next commit will
-delete the flags from base.yml and config/flags.py, the README's section about them, and tests/pins.py, which guards
-their defaults. The table of MaxText's keys then accepts the flags only with the value true.
+The three flags are enable_nnx, pure_nnx_decoder and pure_nnx. Each allowed combination of their values has a name; all
+but one, "nnx", use Linen.
+
+One commit will delete Linen: the folder src/trainer/linen, its tests in tests/unit/linen, its combinations in the table
+of the flags (config/flags.py, base.yml) and in the registry of models, the README's command with a Linen flag, and the
+import-linter contract that nothing imports it. After that commit, a flag that selects Linen causes an error that
+explains the removal. The next commit will delete the flags from base.yml and config/flags.py, the README's section
+about them, and tests/pins.py, which guards their defaults. After that commit, the table of MaxText's keys accepts the
+flags, but only with the value true.
 
 The script searches all tests outside TOUCHED below for the deleted names, and collects the whole suite, which shows
 that nothing imports the deleted code. Then it runs the tests in TOUCHED, except those that other tests nearly cover
@@ -24,7 +28,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 REGISTRY, TABLE = Path("src/trainer/backends/registry.py"), Path("src/trainer/config/flags.py")
-# Command lines and configurations that still set the flags to true continue to work.
+# The table of MaxText's keys. With the entry below, command lines and configurations that still set the flags to true
+# continue to work.
 TOLERATED = Path("src/trainer/config/maxtext/keys.yml")
 LEFT_OF_THE_FLAGS = """\
 - verdict: never
@@ -79,7 +84,7 @@ def edit(path: Path, pattern: str, count: int, *, replacement: str = "") -> None
 
 
 def remove_linen(folder: Path) -> list[str]:
-    """Deletes Linen from the checkout in `folder`. Returns the names of the deleted combinations."""
+    """Deletes Linen from the checkout in `folder`. Returns the names of the deleted combinations of the flags."""
     shutil.rmtree(folder / "src/trainer/linen")
     shutil.rmtree(folder / "tests/unit/linen")
     gone = re.findall(r'^    "(\w+)": "trainer\.linen\.', (folder / REGISTRY).read_text(encoding="utf-8"), re.MULTILINE)
@@ -94,7 +99,7 @@ def remove_linen(folder: Path) -> list[str]:
 
 
 def remove_flags(folder: Path) -> None:
-    """Deletes the three flags from the checkout in `folder`, which has one combination left."""
+    """Deletes the three flags from the checkout in `folder`, from which `remove_linen` has deleted Linen."""
     (folder / "tests/pins.py").unlink()
     (folder / "tests/unit/test_pins.py").unlink()
     (folder / "tests/unit/config/test_flags.py").unlink()
@@ -112,7 +117,7 @@ def remove_flags(folder: Path) -> None:
 
 
 def check_names(folder: Path, gone: Sequence[str]) -> None:
-    """Checks that no test outside TOUCHED names a deleted combination: it would fail, but the rehearsal skips it."""
+    """Raises SystemExit if a test outside TOUCHED names a deleted combination, because only TOUCHED is run."""
     named = re.compile(rf'"({"|".join(gone)})"')
     touched = tuple(name.partition("::")[0] for name in TOUCHED)
     names = {str(path.relative_to(folder)): path for path in sorted((folder / "tests").rglob("*.py"))}

@@ -6,11 +6,12 @@ The commands of each page run in order in a new folder. A command must end with 
 comment directly before its block: `<!-- exit code: 1 -->`. Blocks of the pages in AS_WRITTEN run unchanged. In other
 pages
 - training takes 3 steps, or the documented number if that is at most 20, and generates no sample text at its end;
-- small files and runs that this script makes replace the reader's own (/data, /models, runs/first);
-- commands that repeat one of an earlier page and commands that match NOT_RUN are skipped and listed at the end.
+- small files and runs that this script makes replace the reader's files and runs (/data, /models, runs/first);
+- commands that an earlier page has, too, and commands that match NOT_RUN are skipped and listed at the end.
 
-CPU programs are compiled with the test suite's options, in less than a third of the time, and all commands share a
-compilation cache. The README's training command, which .ci/run runs, is compiled as users compile it.
+Programs for CPUs are compiled with the test suite's options, in less than a third of the usual time, and all commands
+share a compilation cache. This script skips the README's training command: .ci/run runs it, with XLA's default options
+as a user would.
 """
 
 import argparse
@@ -37,7 +38,7 @@ from trainer.weights.model_keys import as_words
 from trainer.weights.open import open_source
 
 AS_WRITTEN = ("docs/tutorial.md", "docs/guides/migrating.md", "docs/guides/diloco.md")
-# Patterns of commands that are not run, and why. tests/unit/docs still resolves the configuration of each.
+# Patterns of commands that are not run, each with the reason. tests/unit/docs resolves these commands' configurations.
 NOT_RUN = {
     r"like=/models/gemma": "needs a model that also reads images; tests/unit/weights/test_towers.py makes one",
     r"dataset_name=c4/": "needs C4, as TFDS prepares it",
@@ -67,7 +68,7 @@ SMALL = [
 ]
 MY_YML = "\n".join(["base_config: base.yml", *(word.replace("=", ": ") for word in SMALL), ""])
 RUN = ["-m", "trainer.train", "base.yml", *SMALL, "dataset_type=synthetic", "eval_interval=-1", "steps=100"]
-# Runs that a page expects to exist.
+# Commands that make the runs that a page expects to exist.
 EARLIER = {
     "docs/guides/parity.md": [[*RUN, "run_name=first"], [*RUN, "run_name=second"]],
     "docs/guides/sft.md": [["-m", "trainer.train", "base.yml", f"steps={STEPS}", "eval_steps=1"]],
@@ -82,13 +83,14 @@ EARLIER = {
     ],
     "docs/guides/weights.md": [["-m", "trainer.export", "/models/Mistral-7B", "maxtext-run", "format=maxtext"]],
 }
-# The folders in /models, each with its tiny model of tests/goldens; and presets that shrink to the sizes of one.
+# FOLDERS: the folders in /models, each with the tiny model of tests/goldens that it gets. SIZES_OF: presets, each with
+# the folder whose model's sizes replace the preset's.
 FOLDERS = {"Llama-3.1-8B": "llama-llama3", "Qwen3-8B": "qwen3", "Mistral-7B": "mistral"}
 SIZES_OF = {"llama3.1-8b": "Llama-3.1-8B", "mistral-7b": "Mistral-7B"}
 
 
 def main() -> int:
-    """Runs the pages of the command line, or all pages. Returns the exit code."""
+    """Runs the commands of the pages that the command line names, or of all pages. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pages", nargs="*", metavar="PAGE")
     parser.add_argument("-n", type=int, default=1, help="how many pages run at once (default: 1)")
@@ -101,7 +103,9 @@ def main() -> int:
     for command in commands():
         found.setdefault(command.page, []).append(command)
     if unknown := set(given.pages) - found.keys():
-        raise SystemExit(f"pages without commands: {', '.join(sorted(unknown))}; with: {', '.join(found)}")
+        raise SystemExit(
+            f"pages without commands: {', '.join(sorted(unknown))}; pages with commands: {', '.join(found)}"
+        )
     skipped = list(_skipped(found))
     pages = sorted(given.pages or found, key=lambda page: (page not in AS_WRITTEN, -len(found[page])))
     pages = pages[number - 1 :: of]
@@ -139,7 +143,7 @@ def _skipped(found: dict[str, list[Command]]) -> Iterator[tuple[Command, str]]:
 
 
 def reader_files(folder: Path) -> dict[str, Path]:
-    """Makes the files that the pages expect. Returns the folder that replaces each absolute path prefix."""
+    """Makes the files that the pages expect. Returns absolute path prefixes, each with the folder that replaces it."""
     texts = [path.read_text(encoding="utf-8", errors="replace") for path in _sources()]
     for name in ("a", "web/a", "code/a"):
         file = folder / "data" / f"{name}.jsonl"
@@ -159,7 +163,7 @@ def reader_files(folder: Path) -> dict[str, Path]:
         shutil.copytree(ROOT / "tests/goldens" / golden, folder / "models" / name)
     config = folder / "models" / "Llama-3.1-8B" / "config.json"
     fields = json.loads(config.read_text(encoding="utf-8"))
-    fields["rope_parameters"]["original_max_position_embeddings"] = 8192  # the only length that MaxText supports
+    fields["rope_parameters"]["original_max_position_embeddings"] = 8192  # the only value that MaxText supports
     config.write_text(json.dumps(fields), encoding="utf-8")
     return {"/data/": folder / "data", "/models/": folder / "models"}
 
@@ -173,13 +177,13 @@ def _write_jsonl(file: Path, texts: list[str]) -> None:
 
 
 def run_page(page: str, listed: list[Command], folder: Path, files: dict[str, Path]) -> bool:
-    """Creates `folder` and runs a page's commands in it. Returns whether all had the expected exit code."""
+    """Creates `folder` and runs a page's commands in it. Returns whether all commands had the expected exit code."""
     folder.mkdir()
     for name in ("docs", "scripts"):
         (folder / name).symlink_to(ROOT / name)
     (folder / "my.yml").write_text(MY_YML, encoding="utf-8")
     text = (ROOT / page).read_text(encoding="utf-8")
-    # `python` is the interpreter that runs this script.
+    # In the commands, `python` is the interpreter that runs this script.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = os.environ | {"PATH": path, "XLA_FLAGS": QUICKLY}
     if page in AS_WRITTEN:
@@ -203,7 +207,7 @@ def run_page(page: str, listed: list[Command], folder: Path, files: dict[str, Pa
         words = [_replaced(word, files, folder) for word in cut(command, files["/models/"])]
         program = [command.program] if command.program.endswith(".py") else ["-m", command.program]
         argv, variables = [sys.executable, *program, *words], environment | command.variables
-        # libtpu ends the process if it does not know a flag.
+        # libtpu ends the process at a flag that it does not know, so commands for TPUs get no QUICKLY.
         flags = [command.variables.get("XLA_FLAGS"), None if _TPU.search(" ".join(words)) else QUICKLY]
         variables["XLA_FLAGS"] = " ".join(filter(None, flags))
         ended.append(run(argv, command.code, f"{page}: {shown(command)}", folder, variables))
@@ -211,7 +215,10 @@ def run_page(page: str, listed: list[Command], folder: Path, files: dict[str, Pa
 
 
 def cut(command: Command, models: Path) -> list[str]:
-    """Returns the arguments of `command`, with fewer steps and rounds, and the sizes of a model in `models`."""
+    """Returns the arguments of `command` with fewer steps and rounds.
+
+    Arguments that name a preset of SIZES_OF also get the sizes of its model in the folder `models`.
+    """
     words = list(command.words)
     if command.program in TRAINING:
         given = dict(word.partition("=")[::2] for word in words)
@@ -228,14 +235,16 @@ def cut(command: Command, models: Path) -> list[str]:
     for name, folder in SIZES_OF.items():
         if command.program in ("trainer.train", "trainer.export", "trainer.parity") and f"model_name={name}" in words:
             words += as_words(open_source(str(models / folder)).keys)
-            words += ["dataset_type=synthetic"] if command.program != "trainer.export" else []  # it has 64 token ids
+            # The tiny model has only 64 token ids.
+            words += ["dataset_type=synthetic"] if command.program != "trainer.export" else []
     if command.program in TRAINING and any(word.startswith("load_parameters_path=/models/") for word in words):
         words += ["dataset_type=synthetic"]
     return words
 
 
 def _replaced(word: str, files: dict[str, Path], folder: Path) -> str:
-    for prefix, place in {"/tmp/": folder, **files}.items():  # /tmp/ first: the folders may be in it
+    # /tmp/ is replaced first, because the folders in `files` may be in /tmp.
+    for prefix, place in {"/tmp/": folder, **files}.items():
         word = word.replace(prefix, f"{place}/")
     return word
 

@@ -3,10 +3,10 @@
 #
 #     sbatch scripts/slurm.sh my.yml steps=100000
 #
-# Slurm itself requeues the job after a node failure and after a preemption (--requeue). This script requeues it after
-# every other failure and at the time limit, but not after a user error (exit code 2) or scancel, and at most RESTARTS
-# times (default 20). The job ID stays the same, and with it the name of the run.
-# Never tried on a real cluster; docs/guides/when-a-host-dies.md lists what was tested.
+# Slurm itself requeues the job after a node failure and after a preemption (--requeue). This script requeues the job
+# after every other failure and at the time limit, but not after a user error (exit code 2) or scancel. It stops after
+# RESTARTS restarts (an environment variable, default 20). A requeued job keeps its ID, which determines the run's name.
+# This script was never tried on a real cluster; docs/guides/when-a-host-dies.md lists what was tested.
 #SBATCH --job-name=trainer
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=8
@@ -25,8 +25,8 @@ trap 'limit=yes; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
 
 rm -f "$USER_ERROR"
 # If one process dies, the others end by themselves and print the reason, so srun must not kill them at once. srun
-# returns only the highest exit code; a process that ends with code 2 therefore creates the file USER_ERROR. After
-# SIGTERM, the inner shell still waits for its trainer.
+# returns only the highest exit code, so a process that ends with code 2 creates the file USER_ERROR. The inner shell
+# traps SIGTERM, so that it still waits for its trainer.
 srun --kill-on-bad-exit=0 --wait=300 bash -c '
   trap : TERM
   python -m trainer.train "$@"

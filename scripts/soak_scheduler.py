@@ -2,9 +2,9 @@
 
     python scripts/soak_scheduler.py RUN [--requests 1000] [--slots 8] [key=value ...]
 
-Every answer is compared with the answer to the same request alone. Where the two first differ, the log-probabilities of
-their tokens must be a near tie, which the script prints. It also checks that no slot is lost, and prints the memory of
-live arrays, which should not grow.
+The script compares every answer with the answer that the same request gets when it runs alone. Where two answers first
+differ, the log-probabilities of the two tokens must be nearly equal; the script prints each such near tie. It also
+checks that no slot is lost, and prints the memory of live arrays, which should not grow.
 """
 
 import argparse
@@ -18,11 +18,11 @@ from trainer.inference.max_engine import MaxEngine
 from trainer.inference.sampling import Sampling
 from trainer.inference.scheduler import Scheduler
 
-TIE = 1e-3  # largest difference of log-probabilities in a tie; another order of float32 sums causes less than 1e-4
+TIE = 1e-3  # a smaller difference of log-probabilities is a near tie; reordering float32 sums changes less than 1e-4
 
 
 def main() -> None:
-    """Runs the soak and prints its table."""
+    """Runs the test and prints its results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run")
     parser.add_argument("keys", nargs="*")
@@ -62,7 +62,8 @@ def main() -> None:
 
 
 def request(rng, engine) -> dict:
-    """Returns a random request: greedy or sampled, with a prompt and a continuation of up to half a row each."""
+    """Returns a random request, greedy or sampled. Its prompt and its continuation have at most half of
+    max_target_length tokens each."""
     half = engine.config.max_target_length // 2
     prompt = rng.integers(0, engine.config.vocab_size, rng.integers(1, min(half, engine.max_prefill_length) + 1))
     sampling = Sampling(0.0) if rng.random() < 0.5 else Sampling(float(rng.uniform(0.5, 1.5)), int(rng.integers(0, 50)))
@@ -74,8 +75,8 @@ def soak(engine, params, requests, rng):
     """Runs all requests, and cancels a tenth of them.
 
     Returns:
-      Each request's (token, log-probability) pairs, the bytes of live arrays after 10, 50 and 100 % of the turns, the
-      number of turns, and the cancelled requests.
+      Four values: each request's (token, log-probability) pairs; the bytes of live arrays after 10, 50 and 100 % of the
+      scheduler's turns; the number of turns; and the numbers of the cancelled requests.
     """
     scheduler = Scheduler(engine, params)
     numbers = [scheduler.submit(it["tokens"], **{k: v for k, v in it.items() if k != "tokens"}) for it in requests]

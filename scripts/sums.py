@@ -2,8 +2,8 @@
 
     python scripts/sums.py FOLDER
 
-writes FOLDER/train.jsonl with 8,000 of the 10,000 pairs and FOLDER/held-out.jsonl with the rest, ordered by a hash. A
-line is {"prompt": "83+66=", "answer": "149"}.
+The command writes FOLDER/train.jsonl with 8,000 of the 10,000 pairs of numbers and FOLDER/held-out.jsonl with the rest.
+A hash determines the order of the pairs. A line is {"prompt": "83+66=", "answer": "149"}.
 """
 
 import hashlib

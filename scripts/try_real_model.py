@@ -5,7 +5,7 @@
 
 For each bash block it prints the elapsed seconds, the seconds of CPU time and the end of the output. PYTHON is the
 interpreter of an environment with cyllama 0.2.18, a wheel of llama.cpp; if it is given, llama.cpp also answers two
-questions with the exported file. CI does not run this script, because it takes as long as the page states.
+questions with the exported file. CI does not run this script, because it takes minutes (the page states how many).
 """
 
 import argparse
@@ -23,7 +23,7 @@ from documented_commands import BLOCK, ROOT
 
 PAGE = ROOT / "docs" / "guides" / "real-model.md"
 SERVE, HEALTH = "python -m trainer.serve", "http://127.0.0.1:8000/health"
-LINES, SECONDS = 12, 1200  # lines shown of each output; seconds until a server must be ready
+LINES, SECONDS = 12, 1200  # lines printed of each output; the most seconds until a server is ready
 ASKED = ("Three teas and one coffee for table 5, please.", "Three teas and one coffee, please.")
 LLAMA = """
 import sys
@@ -36,7 +36,7 @@ with LLM(sys.argv[1], config=GenerationConfig(temperature=0.0, max_tokens=64, n_
 
 
 def main() -> int:
-    """Runs the blocks. Returns 1 if one of them fails."""
+    """Runs the page's bash blocks. Returns 1 if one of them fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--llama", metavar="PYTHON")
     llama = parser.parse_args().llama

@@ -1,14 +1,15 @@
-"""Writes tests/distillation: 30 steps of TRL's GKD on the model of tests/goldens/llama, and the random teacher.
+"""Writes tests/distillation: a random teacher, and the losses of 30 steps of TRL's GKD from it to tests/goldens/llama.
 
     pip install trl==1.16.0 torch && python scripts/write_distillation.py
 
-Sequences of random lengths come from numpy's default_rng(0). SGD reads them in order, four per step, again and again.
-trl.json has the sequences as token ids and, for each run, its arguments and the loss of each step. The loss is the sum
-of the divergences over the batch's completion tokens, in nats, divided by the number of those tokens. Prompt tokens
-bear no loss. TRL's lmbda is 0, so nothing is generated.
+Random sequences of random lengths come from numpy's default_rng(0). Each SGD step uses the next four, in order; after
+the last sequence, the first follows. trl.json has the sequences as token ids and, for each run, its arguments and the
+loss of each step. The loss is the sum of the divergences over the batch's completion tokens, in nats, divided by the
+number of those tokens; prompt tokens do not contribute. TRL's lmbda is 0, so the student generates no sequences.
 
 TRL's GKDTrainer divides logits by the temperature only when it generates. The subclass in this script also passes the
-temperature to TRL's divergence, which divides both models' logits by it and does not multiply the loss by its square.
+temperature to TRL's divergence, which divides both models' logits by the temperature, and does not multiply the loss by
+the temperature's square.
 """
 
 import json
@@ -42,7 +43,7 @@ RUNS = {
 
 
 def sequences() -> list[dict[str, list[int]]]:
-    """Returns BATCHES x BATCH prompts of 1 to 11 tokens, and completions of 2 to 12 tokens, which end with EOS."""
+    """Returns BATCHES x BATCH sequences: a prompt of 1 to 11 tokens and a completion of 2 to 12 with EOS at its end."""
     rng = np.random.default_rng(0)
 
     def some() -> list[int]:
@@ -76,7 +77,7 @@ def write_teacher() -> None:
 
 
 def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-    """Returns [BATCH, longest] ids, masks and labels with padding on the right."""
+    """Returns ids, masks and labels [BATCH, length of the longest sequence], padded on the right."""
     ids = [torch.tensor(row["prompt"] + row["completion"]) for row in rows]
     labels = [torch.tensor([-100] * len(row["prompt"]) + row["completion"]) for row in rows]
     return {
@@ -102,7 +103,7 @@ class InOrder(GKDTrainer):
 
 
 def run(arguments: dict[str, float], rate: float, folder: str) -> list[float]:
-    """Returns the loss of each step."""
+    """Trains the student, and returns the loss of each step."""
     model = LlamaForCausalLM.from_pretrained(STUDENT)
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     words = Tokenizer(models.WordLevel({f"<{i}>": i for i in range(VOCAB)}, unk_token="<1>"))

@@ -2,11 +2,11 @@
 
 python scripts/write_gguf.py python=PYTHON [cases=NAME,...] [tokenizers=true]
 
-PYTHON is the interpreter of an environment with cyllama (0.2.18), a wheel of llama.cpp. With `cases`, only the results
-of those cases are replaced.
+PYTHON is the interpreter of an environment with cyllama (0.2.18), a wheel of llama.cpp. With `cases`, the script
+replaces only the results of these cases.
 
-expected.npz            for each model of gguf_cases.MODELS, its logits and a checksum of its file; for each tokenizer
-                        of gguf_cases.KINDS, a checksum of the tokens of each of 200 texts
+expected.npz            for each model of gguf_cases.MODELS, its logits, and a checksum of the model in its file; for
+                        each tokenizer of gguf_cases.KINDS, a checksum of the tokens of each of 200 texts
 bytes.json, pieces.json the tokenizers; written only with tokenizers=true
 """
 
@@ -37,8 +37,8 @@ from gguf_cases import (
     with_tokenizer,
 )
 
-# Reads a JSON object with "file" and either "tokens" or "texts", and prints logits or tokens. Keys and values are
-# float32, without flash attention.
+# Reads a JSON object with "file" and either "tokens" or "texts", and prints logits or tokens. The attention's
+# keys and values are float32, and flash attention is off.
 LLAMA_CPP = """
 import json, sys
 import cyllama.llama.llama_cpp as llama
@@ -65,7 +65,10 @@ else:
 
 
 def trained(pieces):
-    """Returns the content of a tokenizer.json: BPE trained on the test texts, in SentencePiece's style or of bytes."""
+    """Returns the content of a tokenizer.json: BPE trained on the test texts.
+
+    If `pieces`, the tokenizer is in SentencePiece's style; otherwise it works on bytes.
+    """
     special = ["<unk>", "<s>", "</s>", "<|im_end|>"]
     made = Tokenizer(models.BPE(byte_fallback=pieces, unk_token="<unk>" if pieces else None, fuse_unk=pieces))
     if pieces:
@@ -83,7 +86,8 @@ def trained(pieces):
     spec = json.loads(made.to_str())
     spec["added_tokens"] = [token for token in spec["added_tokens"] if not token["content"].startswith("<0x")]
     if pieces:
-        # As transformers derives merges from a SentencePiece model: all splits of a token in two, best tokens first.
+        # Derive the merges as transformers derives them from a SentencePiece model: for each token, the best first, all
+        # its splits into two tokens.
         vocab, ranks = spec["model"]["vocab"], {}
         for left, right in spec["model"]["merges"]:
             ranks.setdefault(left + right, len(ranks))

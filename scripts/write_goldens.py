@@ -4,14 +4,15 @@
 
 Each case is a directory written by transformers' save_pretrained, with an additional file expected.npz: two batches,
 their logits, and gradients of the mean cross entropy under transformers' names. The batch "rows" has one document per
-row, masked by transformers itself. "packed" has several documents and padding, with a mask that this script makes.
-"generated" has greedy continuations of the first tokens of "rows", by transformers' generate, and for each new token
-the difference between the two largest logits.
+row, masked by transformers itself. The batch "packed" has several documents per row, and padding. This script makes its
+mask or, for models of `WHOLE_ROWS`, computes the documents one by one. "generated" has greedy continuations of the
+first tokens of "rows", by transformers' generate, and for each new token the difference between the two largest logits.
 
-mtp.npz of the case `WITH_MODULE` has a multi-token prediction module: its tensors, named as in published checkpoints,
-and its logits for "rows". transformers' classes compute them from the embeddings and hidden states of the case's model.
+mtp.npz, in the directory of the case "qwen3-5-moe" (`WITH_MODULE`), has a multi-token prediction module: its tensors,
+named as in published checkpoints, and its logits for "rows". transformers' classes compute the logits from the
+embeddings and hidden states of the case's model.
 
-mxfp4.safetensors has MXFP4 matrices as in gpt-oss checkpoints, and the values that transformers decodes.
+mxfp4.safetensors has MXFP4 matrices as in gpt-oss checkpoints, and the values to which transformers decodes them.
 
 declarations.json has the types that transformers declares for the fields of each case's configuration.
 """
@@ -79,7 +80,7 @@ QWEN3_NEXT = (transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM)
 QWEN3_5 = (transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM)
 QWEN3_5_MOE = (transformers.Qwen3_5MoeTextConfig, transformers.Qwen3_5MoeForCausalLM)
 SMOLLM3 = (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM)
-# Sizes for models with many layers, which keep each golden below 100 kB.
+# Smaller sizes, mainly for models with many layers: they keep each golden below 100 kB.
 SMALL = {
     "hidden_size": 16,
     "intermediate_size": 12,
@@ -106,9 +107,11 @@ OF_DELTA_EXPERTS = OF_DELTA | {"moe_intermediate_size": 6, "shared_expert_interm
 OF_DELTA_EXPERTS |= {"num_experts_per_tok": 2, "experts_implementation": "eager"}
 WITH_MODULE = "qwen3-5-moe"
 FULL, SLIDING = "full_attention", "sliding_attention"
-# Models whose positions or recurrent state span the whole row, so packed documents are computed one by one.
+# Models whose positions or recurrent state, in transformers, span the whole row. Their packed documents are computed
+# one by one.
 WHOLE_ROWS = ("llama4_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-# The only gradients stored for variants of another case, such as other RoPE types: the others would test nothing new.
+# The gradients that are stored for cases that vary another case, for example in the RoPE type. Other gradients would
+# test nothing new.
 TURNED = tuple(f"model.layers.0.self_attn.{name}_proj.weight" for name in "qk")
 EXPERTS = {
     "head_dim": 8,
@@ -165,9 +168,9 @@ class Case(NamedTuple):
       family: its configuration class and its model class.
       config: fields of its configuration, in addition to SIZES.
       gradients: the name prefixes of the gradients to store; () stores all.
-      spread: the standard deviation of a matrix, times the square root of its input size. A deep model with a large
-        spread amplifies rounding by 100.
-      scales: the range of its scales and biases.
+      spread: the standard deviation of a matrix's entries, times the square root of its input size. With a large
+        spread, a deep model amplifies rounding errors by 100.
+      scales: the range of the model's vectors, which are norm scales and biases.
     """
 
     family: tuple[type, type]
@@ -178,7 +181,7 @@ class Case(NamedTuple):
 
 
 def some(*attention: int) -> tuple[str, ...]:
-    """Returns the name prefixes of the first layer and of the query projections of the layers `attention`."""
+    """Returns the name prefixes of the first layer and of the query projections of the layers with these indices."""
     return ("model.layers.0.", *(f"model.layers.{i}.self_attn.q_" for i in attention))
 
 
@@ -191,7 +194,7 @@ CASES = {
     "llama": Case(LLAMA, {"rms_norm_eps": 1e-5}),
     "llama-tied": Case(LLAMA, {"tie_word_embeddings": True}),
     "llama-linear": rope_case(rope_type="linear", factor=4.0),
-    # With an original length of 64 tokens, there are short, medium and long wavelengths.
+    # Relative to the original length of 64 tokens, there are short, medium and long wavelengths.
     "llama-llama3": rope_case(
         rope_type="llama3",
         factor=8.0,
@@ -242,7 +245,7 @@ CASES = {
         | {"attn_logit_softcapping": 4.0, "final_logit_softcapping": 8.0},
         some(1, 2),
     ),
-    # A period of six layers, and one more layer.
+    # Seven layers: one period of six, and one layer more.
     "gemma3": Case(
         GEMMA3,
         SMALL
@@ -315,7 +318,7 @@ CASES = {
         ("model.layers.0.self_attn.", "model.layers.2.mlp.gate."),
         spread=0.9,
     ),
-    # The family of docs/guides/extending.md.
+    # The example family of docs/guides/extending.md.
     "exaone4": Case(
         EXAONE4, SMALL | {"num_hidden_layers": 5, "sliding_window": 5, "num_key_value_heads": 1}, some(3, 4), spread=0.9
     ),
@@ -393,15 +396,15 @@ CASES = {
         | {"num_local_experts": 5, "num_experts_per_tok": 3, "experts_implementation": "eager", "intermediate_size": 6}
         | {"shared_intermediate_size": 12},
     ),
-    # One pair of layers, without and with experts, and one more layer.
+    # Three layers: a pair, of which only the second has experts, and the first layer of an incomplete pair.
     "llama4-rest": Case(
         LLAMA4,
         OF_LLAMA4 | {"num_hidden_layers": 3, "no_rope_layer_interval": 2, "interleave_moe_layer_step": 2},
         some(2),
         spread=0.9,
     ),
-    # A recurrent layer and one with attention; the last case has one more recurrent layer. Two value heads share a head
-    # of queries and keys, which has another size.
+    # These cases have a recurrent layer and one with attention; qwen3-5 has a third layer, a recurrent one. In a
+    # recurrent layer, two value heads of size 6 share one head of queries and keys of size 4.
     "qwen3-next": Case(QWEN3_NEXT, OF_DELTA_EXPERTS, spread=1.0, scales=(-0.6, 0.6)),
     "qwen3-5-moe": Case(QWEN3_5_MOE, OF_DELTA_EXPERTS, (*some(0), "model.norm."), spread=1.0, scales=(-0.6, 0.6)),
     "qwen3-5": Case(
@@ -411,8 +414,8 @@ CASES = {
 
 
 def main() -> None:
-    """Writes the cases of the command line, or every case, and prints what it wrote."""
-    torch.set_num_threads(1)  # a fixed order of additions
+    """Writes the cases that the command line names, or every case, and prints the size of each."""
+    torch.set_num_threads(1)  # one thread adds in a fixed order
     transformers.utils.logging.disable_progress_bar()
     print(f"torch {torch.__version__}, transformers {transformers.__version__}")
     write_declarations()
@@ -471,7 +474,7 @@ def module(model: Any, case: Case, inputs: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def write_declarations() -> None:
-    """Writes, for each model type, the declared types of the fields of config.json: names joined by " | "."""
+    """Writes, for each model type, the declared types of the fields of config.json, as type names joined by " | "."""
     found = {}
     for config in sorted({case.family[0] for case in CASES.values()}, key=lambda it: it.model_type):
         declared = {field.name: field.type for field in dataclasses.fields(config) if field.name in config().to_dict()}
@@ -518,8 +521,8 @@ def randomized(model: torch.nn.Module, case: Case, seed: int) -> torch.nn.Module
             else:
                 parameter.normal_(std=case.spread * parameter.shape[-1] ** -0.5, generator=generator)
         for name, buffer in model.named_buffers():
-            # Not negative: transformers before 5.24 sets the biased scores of experts in other groups to 0, and the
-            # biased scores of the chosen groups must not be lower.
+            # The bias is not negative: transformers before 5.24 sets the biased scores of experts outside the chosen
+            # groups to 0, so a negative biased score within these groups would lose against them.
             if name.endswith("e_score_correction_bias"):
                 buffer.uniform_(0.0, 0.5, generator=generator)
     return model
@@ -536,8 +539,8 @@ def packed(seed: int) -> dict[str, np.ndarray]:
 
 
 def batch_of(segment: np.ndarray, seed: int) -> dict[str, np.ndarray]:
-    """Returns random tokens and targets under the field names of the trainer's batches. A tenth of the targets bear no
-    loss."""
+    """Returns random tokens and targets under the field names of the trainer's batches. About a tenth of the
+    targets do not contribute to the loss."""
     rng = np.random.default_rng(seed)
     place = np.arange(segment.shape[1])
     first = np.diff(segment, axis=1, prepend=-1) != 0
@@ -553,8 +556,11 @@ def batch_of(segment: np.ndarray, seed: int) -> dict[str, np.ndarray]:
 
 
 def generated(model, inputs: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns greedy continuations of the first PROMPT tokens of each row: int [rows, CONTINUED], and the difference
-    between the two largest logits at each new token."""
+    """Continues the first PROMPT tokens of each row greedily, to a length of CONTINUED.
+
+    Returns the tokens, int [rows, CONTINUED] with the prompt, and for each new token the difference between the two
+    largest logits.
+    """
     prompt = torch.tensor(inputs[:, :PROMPT], dtype=torch.long)
     how = {"do_sample": False, "max_length": CONTINUED, "attention_mask": torch.ones_like(prompt), "pad_token_id": 0}
     out = model.generate(prompt, **how, eos_token_id=None, return_dict_in_generate=True, output_logits=True)
@@ -564,8 +570,8 @@ def generated(model, inputs: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def additive_mask(batch: dict[str, np.ndarray], window: int | None) -> torch.Tensor:
-    """Returns 0 where a query sees a key of its own segment, not later than itself and within the window; otherwise a
-    large negative number."""
+    """Returns a mask to add to attention scores. It is 0 where the key is in the query's segment, not later than the
+    query, and within the window; elsewhere it is a large negative number."""
     segment, position = batch["inputs_segmentation"], batch["inputs_position"]
     distance = position[:, :, None] - position[:, None, :]
     seen = (segment[:, :, None] == segment[:, None, :]) & (distance >= 0)
@@ -595,7 +601,7 @@ def computed(model, batch: dict[str, np.ndarray], masked: bool) -> tuple[np.ndar
 
 
 def by_document(model, tokens: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Returns logits [rows, length, vocab] of a packed batch. Each document, or padding, is computed separately."""
+    """Returns logits [rows, length, vocab] of a packed batch. Each document and the padding are computed alone."""
     rows = []
     for inputs, segment in zip(tokens["inputs"], tokens["inputs_segmentation"], strict=True):
         _, lengths = torch.unique_consecutive(segment, return_counts=True)
@@ -606,7 +612,7 @@ def by_document(model, tokens: dict[str, torch.Tensor]) -> torch.Tensor:
 
 @torch.no_grad()
 def gradients(model) -> dict[str, np.ndarray]:
-    """Returns gradients under the weight file's tensor names, by saving the model with gradients as parameters."""
+    """Returns gradients under the tensor names of the weight file: saves the model with gradients as its parameters."""
     values = [parameter.detach().clone() for parameter in model.parameters()]
     for parameter in model.parameters():
         parameter.copy_(parameter.grad)

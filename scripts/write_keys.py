@@ -1,4 +1,4 @@
-"""Writes src/trainer/config/keys.pyi: the types of all keys, from base.yml. Only mypy reads the file.
+"""Writes src/trainer/config/keys.pyi: the types of the configuration keys in base.yml. Only mypy reads it.
 
 python scripts/write_keys.py
 """

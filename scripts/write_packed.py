@@ -2,9 +2,10 @@
 
     pip install -e ".[goldens]" && python scripts/write_packed.py [--autogptq DIR] [--autoawq DIR]
 
-Each file has the tensors of one module `m`, the float matrix `values` and, as metadata, the quantization_config of a
-model's config.json. compressed-tensors writes and reads most of them. AutoGPTQ and AutoAWQ no longer install with
-current torch, so the script loads their layer modules from checkouts of them (0.8.0.dev0 and 0.2.9).
+Each file has a quantized matrix, as the tensors of a module called m; the same matrix in floating point, as the tensor
+`values`; and, as metadata, the quantization_config that a model's config.json would have. compressed-tensors packs and
+unpacks most of the matrices. AutoGPTQ and AutoAWQ can no longer be installed with current torch, so the script loads
+their layer modules from source checkouts (0.8.0.dev0 in the folder --autogptq, 0.2.9 in the folder --autoawq).
 """
 
 import argparse
@@ -26,7 +27,7 @@ INT4, INT8, FP8 = ({"num_bits": bits, "type": kind} for bits, kind in ((4, "int"
 GROUP, CHANNEL = {"strategy": "group", "group_size": 16}, {"strategy": "channel"}
 ASYMMETRIC = {"symmetric": False}
 DYNAMIC = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
-# name: shape [out, in], dtype of the scales, format, weights, activations
+# name: shape [out, in], dtype of the weight and its scales, format, and the quantization of weights and of activations
 CASES: dict[str, tuple[tuple[int, int], torch.dtype, str, dict[str, Any], Any]] = {
     "int4-group": ((12, 32), torch.bfloat16, "pack-quantized", INT4 | GROUP, None),
     "int4-group-asymmetric": ((12, 32), torch.float16, "pack-quantized", INT4 | GROUP | ASYMMETRIC, None),
@@ -76,7 +77,7 @@ def save(name: str, tensors: dict[str, torch.Tensor], values: torch.Tensor, said
 
 
 def write_compressed(name: str) -> None:
-    """Writes a case as compressed-tensors stores and decompresses it."""
+    """Writes the case `name`: a matrix as compressed-tensors stores it, and as compressed-tensors decompresses it."""
     shape, dtype, form, weights, activations = CASES[name]
     scheme = QuantizationScheme(targets=["Linear"], weights=weights, input_activations=activations, format=form)
     args = scheme.weights
@@ -118,8 +119,10 @@ def module_in(path: Path, name: str) -> Any:
 
 
 def write_gptq(checkout: Path, bits: int, size: int, ordered: bool, dtype: torch.dtype) -> None:
-    """Writes a case as AutoGPTQ packs it; the values are its forward pass of the identity. With `ordered`, inputs are
-    assigned to groups in random order, as with desc_act."""
+    """Writes a matrix as AutoGPTQ packs it, and its values, which AutoGPTQ's layer returns for an identity matrix.
+
+    If `ordered`, inputs are assigned to groups in random order, as with AutoGPTQ's desc_act.
+    """
     kind = module_in(checkout, "auto_gptq.nn_modules.qlinear.qlinear_cuda").QuantLinear
     out, into = 32, 32
     layer = kind(bits, size, into, out, bias=False, weight_dtype=dtype)
@@ -138,7 +141,7 @@ def write_gptq(checkout: Path, bits: int, size: int, ordered: bool, dtype: torch
 
 
 def write_awq(checkout: Path) -> None:
-    """Writes a case as AutoAWQ packs and unpacks it."""
+    """Writes a matrix as AutoAWQ packs it, and as AutoAWQ unpacks it."""
     module = module_in(checkout, "awq.modules.linear.gemm")
     out, into, size = 32, 16, 8
     linear = torch.nn.Linear(into, out, bias=False, dtype=torch.float16)

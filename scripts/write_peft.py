@@ -3,10 +3,11 @@
     pip install -e ".[goldens]" && python scripts/write_peft.py [check FOLDER]
 
 Each case is a folder written by PeftModel.save_pretrained, with an additional file expected.npz: the logits for the
-golden's batch "rows". The folder `steps` has an adapter before and after 20 training steps, and the losses (`train`).
+golden's batch "rows". The folder "steps", which `train` writes, has an adapter before and after 20 training steps,
+and the losses.
 
-With `check`, peft loads each folder FOLDER/CASE, written by trainer.weights.write_peft, onto the case's base, and the
-script compares the logits with the expected ones.
+With `check`, peft loads the adapters FOLDER/CASE, which trainer.weights.write_peft has written, onto each case's base
+model, and the script prints how far the logits are from the expected ones.
 """
 
 import json
@@ -31,7 +32,7 @@ STEPS, BATCHES, ROWS, LENGTH = 20, 4, 2, 16
 
 
 class Case(NamedTuple):
-    """The name of the base in tests/goldens, arguments of LoraConfig, and the dtype of the file."""
+    """The name of the base model in tests/goldens, arguments of LoraConfig, and the dtype of the adapter's file."""
 
     base: str
     lora: dict[str, Any]
@@ -59,7 +60,7 @@ CASES = {
     "deepseek-v3": Case("deepseek-v3", {"target_modules": "all-linear"}),
     "phi3": Case("phi3", {"target_modules": ["qkv_proj", "o_proj", "gate_up_proj"]}),
 }
-# The base of the case with transformers 4's names, which have a module for each matrix of each expert.
+# The base model of the case in which tensors have transformers 4's names: each matrix of each expert is a module there.
 OF_4 = "qwen3-moe"
 
 
@@ -94,7 +95,7 @@ def version() -> str:
 
 
 def base(name: str) -> Any:
-    """Returns the model of a golden, under a relative path: peft writes the path into an adapter's files."""
+    """Returns the model tests/goldens/NAME. Its path is relative, because peft writes it into an adapter's files."""
     options = {"dtype": torch.float32, "attn_implementation": "eager", "experts_implementation": "eager"}
     model = transformers.AutoModelForCausalLM.from_pretrained(GOLDENS / name, **options).eval()
     model.config._name_or_path = model.name_or_path = f"tests/goldens/{name}"
@@ -102,7 +103,7 @@ def base(name: str) -> Any:
 
 
 def adapted(case: Case, seed: int) -> Any:
-    """Returns a base with adapters; both lora_A and lora_B are far from zero."""
+    """Returns a base model with adapters whose lora_A and lora_B are both far from zero."""
     torch.manual_seed(seed)
     model = get_peft_model(base(case.base), LoraConfig(task_type="CAUSAL_LM", **{"r": 2} | case.lora))
     with torch.no_grad():
@@ -149,8 +150,9 @@ def write_expected(folder: Path, model: Any, name: str) -> None:
 
 
 def train(folder: Path) -> None:
-    """Trains an adapter with torch's SGD and, separately, AdamW, and writes it before and after. The batches, random
-    tokens from numpy's default_rng(0), are used in turn. Each step predicts every next token of a row."""
+    """Trains the same initial adapter once with torch's SGD and once with its AdamW. Writes the initial adapter, both
+    trained ones, and the losses. The batches, random tokens from numpy's default_rng(0), are used in turn. The loss
+    covers every next token of a row."""
     tokens = torch.tensor(np.random.default_rng(0).integers(0, 64, (BATCHES, ROWS, LENGTH + 1)))
     ways = {
         "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),

@@ -2,12 +2,13 @@
 
     pip install trl==1.16.0 torch && python scripts/write_preferences.py
 
-Pairs of random lengths come from numpy's default_rng(0). SGD reads them in order, four per step, again and again. The
-file has the pairs as token ids and, for each run, its arguments and the loss and rewards of each step.
+Random pairs of random lengths come from numpy's default_rng(0). Each SGD step uses the next four, in order; after the
+last pair, the first follows. The file has the pairs as token ids and, for each run, its arguments and the loss and
+rewards of each step.
 
-Each pair is a microbatch, for two reasons. TRL's ORPO weights the likelihoods in a batch by their tokens. And TRL's DPO
-ignores label_smoothing with loss_type=sigmoid, so the smoothed run uses loss_type=aot: it sorts the pairs of a batch,
-and for a batch of one pair it is DPO's smoothed loss.
+Each pair is a microbatch, for two reasons. TRL's ORPO weights the likelihood of each answer in a batch by the number of
+its tokens. TRL's DPO ignores label_smoothing with loss_type=sigmoid, so the smoothed run uses loss_type=aot. This loss
+sorts the pairs of a batch; for a batch of one pair it equals DPO's smoothed loss.
 """
 
 import json
@@ -54,7 +55,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 class InOrder:
-    """Changes in both trainers: pairs are read in order, and each loss is recorded."""
+    """Makes a trainer read pairs in order and record each loss."""
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         return torch.utils.data.SequentialSampler(self.train_dataset)  # type: ignore[attr-defined]
@@ -70,7 +71,7 @@ class Dpo(InOrder, DPOTrainer):
         return {name: list(self._metrics["train"][f"rewards/{name}"]) for name in REWARDS}
 
     def log(self, *args: Any, **kwargs: Any) -> None:
-        """Keeps the metrics, which TRL clears here."""
+        """Does nothing: TRL's method would clear the metrics, which `found` returns."""
 
 
 class Orpo(InOrder, ORPOTrainer):
@@ -78,11 +79,11 @@ class Orpo(InOrder, ORPOTrainer):
         return {name: list(self._stored_metrics["train"][f"rewards/{name}"]) for name in REWARDS}
 
     def log(self, *args: Any, **kwargs: Any) -> None:
-        """Keeps the metrics, which TRL clears here."""
+        """Does nothing: TRL's method would clear the metrics, which `found` returns."""
 
 
 def run(algo: str, arguments: dict[str, Any], rate: float, folder: str) -> dict[str, list[float]]:
-    """Returns the loss and the rewards of each step."""
+    """Trains with TRL, and returns the loss and the rewards of each step."""
     every = (pairs() * STEPS)[: STEPS * PAIRS]
     texts = [{name: "".join(f" <{i}>" for i in ids) for name, ids in pair.items()} for pair in every]
     model = LlamaForCausalLM.from_pretrained(MODEL)

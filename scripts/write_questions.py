@@ -4,9 +4,9 @@ pairs of answers for docs/guides/preferences.md.
     python scripts/write_questions.py FILE [PAIRS]
 
 A line of FILE is {"prompt": "What is OrderedDict?", "completion": "OrderedDict is a class of collections."}. There is
-one for each public top-level function and class whose name is defined once, ordered by a hash. The source is parsed,
-not imported. A line of PAIRS is {"prompt": ..., "chosen": ..., "rejected": ...}: the rejected answer calls a class a
-function, or the reverse.
+a line for each public top-level function or class whose name is defined once in the library; a hash determines the
+order. The source is parsed, not imported. A line of PAIRS is
+{"prompt": ..., "chosen": ..., "rejected": ...}: the rejected answer calls a class a function, or the reverse.
 """
 
 import ast
@@ -30,7 +30,7 @@ def questions(folder: Path) -> list[dict[str, str]]:
             part.startswith("_") or part in ("site-packages", "test", "tests", "idle_test") for part in module.parts
         ):
             continue
-        with warnings.catch_warnings():  # about invalid escapes in strings
+        with warnings.catch_warnings():  # invalid escapes in strings cause warnings
             warnings.simplefilter("ignore")
             try:
                 tree = ast.parse(path.read_bytes())
@@ -45,7 +45,7 @@ def questions(folder: Path) -> list[dict[str, str]]:
 
 
 def pair(line: dict[str, str]) -> dict[str, str]:
-    """Returns a question with its answer, and with an answer that names the wrong kind."""
+    """Returns a question with its answer, and with an answer that calls a class a function, or the reverse."""
     right = line["completion"]
     wrong = right.replace(" is a class of ", " is a function of ")
     if wrong == right:

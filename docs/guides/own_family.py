@@ -1,4 +1,4 @@
-"""A custom model family: a block in which attention and MLP read the same norm (GPT-J, Wang & Komatsuzaki 2021).
+"""A custom model family: attention and MLP have the same normalized input (GPT-J, Wang & Komatsuzaki 2021).
 
 An example for docs/guides/extending.md. Select it by import path:
 
@@ -20,12 +20,12 @@ from trainer.models.flops import forward_flops_per_token
 from trainer.models.llama2.block import make_rope
 from trainer.ops.dropout import dropout
 
-# Dropout sites: each has its own mask.
+# The places in a block that apply dropout, each with a separate mask.
 ATTENTION, HIDDEN, OUTPUT = range(3)
 
 
 class ParallelBlock(nnx.Module):
-    """x + attention(norm(x)) + mlp(norm(x)), then dropout."""
+    """Computes x + attention(norm(x)) + mlp(norm(x)), then dropout."""
 
     def __init__(self, config, rngs: nnx.Rngs):
         dtypes = {"dtype": jnp.dtype(config.dtype), "weight_dtype": jnp.dtype(config.weight_dtype)}
@@ -64,7 +64,7 @@ class ParallelBlock(nnx.Module):
         return sharding.constrain(out, RESIDUAL), cache
 
 
-# Same matrix products as Llama's block, so the same FLOPs.
+# The block has the matrix products of Llama's block, so `forward_flops_per_token` also counts its FLOPs.
 FAMILY = Family(
     lambda config: [Stack("layers", (ParallelBlock,), config.base_num_decoder_layers)], forward_flops_per_token
 )

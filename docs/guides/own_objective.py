@@ -1,6 +1,7 @@
 """A custom objective, and a program that trains with it: focal loss (Lin et al. 2017, arXiv:1708.02002).
 
-An example for docs/guides/extending.md. It takes the arguments of trainer.train or, after `parity`, of trainer.parity:
+An example for docs/guides/extending.md. The program takes the arguments of trainer.train or, after the word
+`parity`, those of trainer.parity:
 
     python docs/guides/own_objective.py base.yml dataset_type=synthetic steps=20
     python docs/guides/own_objective.py parity base.yml left=nnx right=linen
@@ -29,12 +30,15 @@ from trainer.training.start import Start
 
 @dataclass(frozen=True)
 class Focal(NextToken):
-    """-(1 - p)^gamma log p of the next token, so likely tokens count less. `lm_loss` is the cross entropy."""
+    """The loss -(1 - p)^gamma log p, where p is the probability of the next token, so likely tokens count less.
+
+    The metric `lm_loss` is the cross entropy, -log p.
+    """
 
     gamma: float = 2.0
 
     def weights(self, batch):
-        """Returns the divisor of both terms: the number of tokens with a loss."""
+        """Returns the divisor of each term: the number of tokens that contribute to the loss."""
         _, tokens = super().weights(batch)
         return Weights({"focal_loss": tokens, "lm_loss": tokens}, tokens)
 
@@ -52,13 +56,13 @@ class Focal(NextToken):
 
 
 def make_objective(config: Any, model: Any) -> Focal:
-    """Returns the objective; the argument `make_objective` of `build`."""
+    """Returns the objective. `build` and `parity.main` get this function as an argument."""
     return Focal(model.apply, tiling=make_tiling(config, model))
 
 
 @exit_on_user_error
 def main(words: Sequence[str]) -> None:
-    """Trains with the arguments `words`, without checkpoints, and prints a line for each step and evaluation."""
+    """Trains with the command-line arguments `words`, without checkpoints, and prints each step and evaluation."""
 
     def show(row: Mapping[str, Any]) -> None:
         print(" ".join(f"{name}={row[name]:.5g}" for name in ("step", "loss", "lm_loss", "eval_loss") if name in row))

@@ -1,6 +1,6 @@
 """A custom optimizer: Signum, the sign of averaged gradients (Bernstein et al. 2018, arXiv:1802.04434).
 
-An example for docs/guides/extending.md. In the repository it would be src/trainer/optim/signum.py.
+An example for docs/guides/extending.md. In the repository, this file would be src/trainer/optim/signum.py.
 """
 
 from typing import Any
@@ -12,12 +12,12 @@ from trainer.optim.keys import Given
 
 
 def signum(keys: Any, given: Given) -> optax.GradientTransformation:
-    """Returns the update -learning_rate x (sign(m) + signum_weight_decay x parameter).
+    """Returns the transformation with the update -learning_rate x (sign(m) + signum_weight_decay x parameter).
 
-    m = signum_b1 x m + (1 - signum_b1) x gradient is the average of gradients.
+    m is the moving average of the gradients: each step sets m to signum_b1 x m + (1 - signum_b1) x gradient.
 
     Args:
-      keys: the keys that `TRAITS` lists for this optimizer, as attributes.
+      keys: the keys that `trainer.config.capabilities.optimizers.TRAITS` lists for this optimizer, as attributes.
       given: the learning rate schedule, and the mask of parameters with weight decay.
     """
     return optax.chain(

@@ -1,4 +1,4 @@
-"""A custom product: low-rank adapters (Hu et al. 2021, arXiv:2106.09685) for the queries and experts of Mixtral.
+"""A custom product: low-rank adapters (Hu et al. 2021, arXiv:2106.09685) for two matrices of Mixtral.
 
     python -m trainer.train base.yml decoder_block=docs.guides.own_product:FAMILY num_experts=4 \
         base_moe_mlp_dim=256 trainable_parameters_mask=[product] dataset_type=synthetic steps=20
@@ -22,7 +22,7 @@ class Adapter(nnx.Module):
 
     def __init__(self, kernel: Kernel, *, rngs: nnx.Rngs):
         groups = (kernel.groups,) if kernel.groups else ()
-        first = len(groups) + len(kernel.in_shape)  # the first axis of the outputs
+        first = len(groups) + len(kernel.in_shape)  # the kernel's first output axis
         inputs, outputs = (*groups, *kernel.in_shape, RANK), (*groups, RANK, *kernel.out_shape)
         down = 0.02 * jax.random.normal(rngs.params(), inputs)
         self.down = param(down, (*kernel.names[:first], None))
@@ -42,7 +42,7 @@ class GroupedAdapter(Adapter):
 
 
 def products(config):
-    """Returns pairs of a pattern and a product. The first pattern that matches a matrix's canonical name applies."""
+    """Returns pairs of a pattern and a class. The first pattern found in a matrix's canonical name applies."""
     return [("self_attention/query/kernel", Adapter), ("MoeBlock_0/wi_0", GroupedAdapter)]
 
 

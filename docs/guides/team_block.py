@@ -17,7 +17,7 @@ UP, DOWN = ("embed", "mlp"), ("mlp", "embed")
 
 
 def attend(q_bthd: jax.Array, k_bthd: jax.Array, v_bthd: jax.Array, segment_bt: jax.Array) -> jax.Array:
-    """Returns causal attention within documents, [b, t, heads, d]. segment_bt: document of each token; 0 is padding."""
+    """Returns causal attention within documents, [b, t, heads, d]. segment_bt: each token's document; 0: padding."""
     length = segment_bt.shape[1]
     seen = jnp.tril(jnp.ones((length, length), bool)) & (segment_bt[:, :, None] == segment_bt[:, None, :])
     scores = jnp.einsum("bthd,bshd->bhts", q_bthd, k_bthd) * q_bthd.shape[-1] ** -0.5
@@ -31,7 +31,7 @@ def linen_dense(features: int, names: tuple[str, str], name: str) -> linen.Dense
 
 
 class LinenBlock(linen.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), with biases, as in GPT-2."""
+    """Computes x + attention(norm(x)), then x + mlp(norm(x)), with biases, as in GPT-2."""
 
     config: Any
 
@@ -54,9 +54,9 @@ def nnx_linear(inputs: int, features: int, names: tuple[str, str], rngs: nnx.Rng
 
 
 class NNXBlock(nnx.Module):
-    """The same block in NNX, with better names."""
+    """`LinenBlock` in NNX, with more descriptive names of parameters."""
 
-    # From names in this block to names in LinenBlock.
+    # Maps each name in this block to the name in LinenBlock.
     PARAMETER_NAMES = {
         "attention_norm": "ln_1",
         "qkv": "c_attn",

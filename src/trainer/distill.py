@@ -1,4 +1,4 @@
-"""`python -m trainer.distill [base.yml] teacher_path=FOLDER key=value ... [--show N]`: trains a student on a teacher.
+"""`python -m trainer.distill [base.yml] teacher_path=FOLDER key=value ... [--show N]`: trains on a teacher's outputs.
 
 The command works like `trainer.train`, or with use_sft=true like `trainer.sft`, but its objective also uses the
 teacher. Checkpoints, meshes, supported combinations of keys, and reports are the same. With distill_rollouts=true, the

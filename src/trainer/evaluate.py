@@ -104,7 +104,7 @@ def _evaluate(loaded: Loaded, specs: Sequence[Spec], average: bool, output: Path
         return engine, tokenizer, chat, stop, images, open_tasks(specs, config, tokenizer, say)
 
     engine, tokenizer, chat, stop, images, tasks = agreed(prepared)
-    # The paths of task files may differ between hosts.
+    # The paths of task files are not compared, because they may differ between hosts.
     check_same(lambda: program() | {"the tasks": "\n".join(str(spec._replace(path=None)) for spec in specs)})
     folder = output or Path(from_first(lambda: str(_new_folder(loaded.config.base_output_directory))))
     given = {key for key, where in loaded.changed.items() if by_hand(where)}
@@ -119,7 +119,7 @@ def _evaluate(loaded: Loaded, specs: Sequence[Spec], average: bool, output: Path
             results += task.run(model)
         except TooLong as error:
             raise UserError(f"{task.name}: {error}") from None
-        keep(folder, results)  # now, because the next task may fail
+        keep(folder, results)  # after each task, because the next one may fail
         say(f"{task.name}: {time.perf_counter() - began:.1f} s")
     if is_first():
         print(visible(table(results)))

@@ -32,21 +32,21 @@ OUT     a new or empty folder
 format  hf: a Hugging Face model directory, config.json and safetensors
         params: parameters only, for load_parameters_path
         maxtext: OUT/0/items for MaxText's load_parameters_path, with scan_layers=true (default) or false; the last
-        line printed is the command line with which MaxText loads it
+        line printed contains the arguments with which MaxText loads it
         peft: the adapters and other trained parameters of a run with LoRA, as a folder of Hugging Face's PEFT
         gguf: one new file for llama.cpp, Ollama and others, with tokenizer, chat template and end tokens. dtype is the
         type of the matrices; with q4_0 and q4_1, token tables have eight bits. Needs the extra gguf
 dtype   of the output; default: as stored in FROM. Weights quantized by trainer.quantize stay quantized in params and,
         in the layout of compressed-tensors, in hf; in maxtext and gguf, and with dtype, they are dequantized first
-like    with format=hf: a Hugging Face model directory that contains FROM as its text model, and more, such as a vision
-        tower: OUT is this directory with the text model's tensors replaced
+like    with format=hf: a Hugging Face model directory that contains FROM's text model and further parts, such as a
+        vision tower. OUT is a copy of this directory with the tensors of FROM in place of its text model's
 weights for a run with ema_decay: raw, the trained parameters (default), or ema, their average, which is stored in
         float32; frozen parameters have no average and are exported unchanged
 key     keys of the model, as for trainer.train. They default to FROM's config.json or config.yml; a MaxText checkpoint
         has neither, so give model_name=... or each key. rope_interleave is converted. max_target_length=... is
         written as max_position_embeddings. For a Linen block, also give enable_nnx,
         pure_nnx_decoder and pure_nnx.
-load_parameters_path   for adapters: the current path of their base, if it has moved, or if PEFT names another path
+load_parameters_path   for adapters: the path of their base, if the base has moved or a PEFT folder names another path
 Weights that weight_sparsity_n masks are zero in hf and maxtext; params also contains the masks.
 Copies the tokenizer files next to FROM, and FROM's settings for end tokens, lengths and sampling
 (generation_config.json).
@@ -113,7 +113,7 @@ def _opened(source: str, options: dict[str, str], keys: Sequence[str]) -> tuple[
             f"load_parameters_path={base} is the base of adapters, but {source} has no adapters; leave "
             "load_parameters_path out"
         )
-    # Quantized weights are written quantized if the format supports it and no dtype is given.
+    # Quantized weights stay quantized if the format supports it and no dtype is given.
     floats = options["format"] in ("maxtext", "gguf") or "dtype" in options
     own = ["checkpoint_is_quantized=false"] if floats and checkpoint.keys.get("checkpoint_is_quantized") else []
     config = model_config(checkpoint.keys, [*own, *keys], str(checkpoint.path))
@@ -127,7 +127,8 @@ def _opened(source: str, options: dict[str, str], keys: Sequence[str]) -> tuple[
 
 
 def _about(checkpoint: Any) -> Any:
-    """Returns `Source.about`, or the `About` of the tokenizer if the checkpoint has none, such as MaxText's."""
+    """Returns the checkpoint's metadata. If it contains no special tokens, as for a MaxText checkpoint, adds those of
+    the tokenizer next to the checkpoint."""
     from trainer.config.tokenizer_files import has_tokenizer
     from trainer.data.tokenizer_files import load_tokenizer
     from trainer.leaves.about import TOKENS
@@ -256,8 +257,8 @@ def _report(out: Path, options: dict[str, str], parameters: int) -> None:
 
 
 def _maxtext_line(out: Path, options: dict[str, str], config: Config, length: dict[str, int]) -> str:
-    """Returns a message with the keys that MaxText needs to load the output, because a checkpoint does not describe its
-    model."""
+    """Returns a message with the keys that MaxText needs to load the output, because a MaxText checkpoint does not
+    describe its model."""
     from trainer.leaves.orbax import ITEMS
     from trainer.weights.maxtext.model_arguments import maxtext_keys
     from trainer.weights.maxtext.write import STEP

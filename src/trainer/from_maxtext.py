@@ -1,4 +1,7 @@
-"""`python -m trainer.from_maxtext '<a MaxText command line>'`: prints our command, and a verdict for each key."""
+"""`python -m trainer.from_maxtext '<a MaxText command line>'`: converts the command to this trainer.
+
+Prints the converted command, and a verdict for each of its keys.
+"""
 
 import sys
 import textwrap
@@ -17,11 +20,11 @@ usage: python -m trainer.from_maxtext [--maxtext=VERSION] 'python3 -m maxtext...
 
 Prints the command of this trainer for a MaxText command, and a verdict for each of its keys:
   same       the key has the same meaning here
-  differs    the same key, with the difference in its meaning
+  differs    the key exists here, but its meaning differs as described
   no effect  the key is accepted, but has no effect under the other settings
   needless   the key is left out of the printed command, for the reason given
   renamed    the key has another name here, which is given
-  refused, not yet, never, unknown   the command cannot run with this key; with what to do instead
+  refused, not yet, never, unknown   the command cannot run with this key; the text describes what to do instead
 The text is parsed as in bash, with quotes, line continuations, and the variables and arrays set before the command;
 unsupported syntax is refused by name. M_KEY=value sets a key, too. The quotes around the command may be omitted.
 VERSION is 0.2.5, or 0.2.4 for this and earlier versions; by default it is detected from keys that only one version has.
@@ -56,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _version(words: list[str]) -> tuple[str, list[str]]:
-    """Returns the MaxText version in the first word, or "", and the other words."""
+    """Returns the MaxText version if the first argument is --maxtext=VERSION, else "", and the other arguments."""
     option, _, version = words[0].partition("=") if words else ("", "", "")
     if option != "--maxtext":
         return "", words
@@ -75,7 +78,7 @@ def _print(made: Conversion) -> None:
         for line in _table(kind, rows, wide):
             print(line)
     if made.notes:
-        print("\nnotes that it prints when it starts:")
+        print("\nnotes that the command prints when it starts:")
         for note in made.notes:
             print(textwrap.fill(note, _WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False))
     if variables := unchecked(made.words):
@@ -87,7 +90,8 @@ def _print(made: Conversion) -> None:
 
 
 def _table(kind: str, rows: Sequence[Row], wide: int) -> list[str]:
-    """Returns the lines for the rows of one kind. Rows without a text are joined into one list."""
+    """Returns the lines for the rows with the verdict `kind`. Rows without a text form one comma-separated list.
+    `wide`: the width of the column of keys."""
     bare = ", ".join(shortened(row.given) for row in rows if not row.text)
     indent = " " * (_KIND + 2)
     lines = textwrap.wrap(bare, _WIDTH - len(indent), break_long_words=False, break_on_hyphens=False)

@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 class _Text(NamedTuple):
-    """A text to generate."""
+    """A prompt, and the adapter with which to continue it."""
 
     prompt: str
     tokens: list[int]  # of the prompt
@@ -109,8 +109,8 @@ def _generate(
     as_json: bool,
     started: float,
 ) -> None:
-    """Continues the prompts. Every process runs every step; only the first process writes. Unless `raw`, adapters with
-    an average are replaced by it."""
+    """Continues the prompts. Every process runs every step; only the first process writes. Adapters with an average
+    generate with the average, unless `raw` is true."""
     from trainer.config.files import by_hand
     from trainer.inference.max_engine import MaxEngine
     from trainer.inference.scheduler import Scheduler
@@ -138,7 +138,7 @@ def _generate(
         return engine, tokenizer, [*engine.stop_tokens(tokenizer), *(chat.stop_tokens() if chat else ())], tokens
 
     engine, tokenizer, stop, tokens = agreed(prepared)
-    # If tokens differed, processes would run different steps and wait for each other forever.
+    # If the tokens differed between processes, the processes would run different steps and wait for each other forever.
     what = "the tokens of the prompts, and those that end a text,"
     check_same(lambda: program() | {what: "\n".join(map(str, [*tokens, stop]))})
     given = {key for key, where in loaded.changed.items() if by_hand(where)}
@@ -197,8 +197,8 @@ def _print(
     loading: float,
     write: Callable[[str], None],
 ) -> str:
-    """Writes the texts in order while they are generated; a later text waits for the earlier ones. Returns a line about
-    the time."""
+    """Writes the texts in order while they are generated; a later text waits for the earlier ones. Returns a line with
+    the times and the speed."""
     from trainer.inference.text import TextStream
 
     streams = {number: TextStream(tokenizer, text.tokens) for number, text in texts.items()}
@@ -256,10 +256,10 @@ def _nothing(text: str) -> None:
 def read_words(
     words: Sequence[str], program: str, own: Mapping[str, Sequence[str]]
 ) -> tuple[str, dict[str, str], list[str]]:
-    """Returns FROM or "", the options of a program, and the arguments for base.yml.
+    """Returns the argument FROM ("" if it is absent), the program's options, and the arguments for base.yml.
 
     Args:
-      own: the allowed values of each option; (): any text.
+      own: the program's options, each with its allowed values; (): any text.
 
     Raises:
       UserError: FROM is not a path, or the value of an option is not allowed.
@@ -294,7 +294,7 @@ def _prompts(path: str) -> list[str]:
         text = sys.stdin.read() if path == "-" else local_path(path, "prompts=").read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"prompts={path}: cannot be read: {error}") from error
-    # Not splitlines, which also splits at form feeds and some Unicode characters.
+    # splitlines would also split at form feeds and some Unicode characters.
     prompts = [line for line in text.removeprefix("\ufeff").split("\n") if line.strip()]
     if not prompts:
         raise UserError(f"prompts={path}: contains no prompt; write one prompt per line")

@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _read_words(words: Sequence[str]) -> tuple[str, bool, tuple[int, bool] | None]:
-    """Returns the path, whether to print norms, and the requested row or None: its number, whether it is held out."""
+    """Returns the path, whether to print norms, and the requested row as (number, whether it is held out), or None."""
     options = dict(word.split("=", 1) for word in words if word.startswith(_OPTIONS))
     paths = [word for word in words if not word.startswith(_OPTIONS)]
     if len(paths) != 1 or paths[0].startswith("-") or len(options) > 1:

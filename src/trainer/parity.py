@@ -47,8 +47,10 @@ A side with all mesh sizes given as numbers uses that many devices; other sides 
 
 @exit_on_user_error
 def main(argv: Sequence[str] | None = None, **own: Any) -> None:
-    """Runs the command line `argv` (default: the arguments of the process). `own`: arguments of
-    `training.build` for both sides, such as `make_objective`."""
+    """Runs the command line `argv` (default: the arguments of the process).
+
+    `own`: more arguments of `training.build`, such as `make_objective`, which apply to all sides.
+    """
     words = command_line(argv)
     if (asked := question(words)) and asked.section == "":
         print(HELP)
@@ -69,7 +71,7 @@ def main(argv: Sequence[str] | None = None, **own: Any) -> None:
 
 
 def _options(words: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """Returns the options that are not keys of base.yml, and the remaining words."""
+    """Returns the options that are not keys of base.yml, and the remaining arguments."""
     options: dict[str, Any] = {}
     rest = []
     for word in words:
@@ -169,7 +171,11 @@ def _compare(words: Sequence[str], options: Mapping[str, Any], own: Mapping[str,
 
 
 def _before(sides: Sequence[Side]) -> None:
-    """Prints notes and warnings, and prepares for JAX. Raises UserError if a side needs several processes."""
+    """Prints the notes and warnings of all sides, and prepares the process for loading JAX.
+
+    Raises:
+      UserError: a side needs several processes.
+    """
     for line in dict.fromkeys(line for side in sides for line in (*side.loaded.notes, *side.loaded.warnings)):
         _say(line)
     if any(side.loaded.config.num_processes > 0 for side in sides):

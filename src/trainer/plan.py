@@ -30,11 +30,11 @@ from trainer.runtime.platforms import prepare_to_compile
 from trainer.runtime.signals import handled
 
 _SEARCH = "search."
-# Keys that a space cannot vary: they select the devices or the model's other keys, or do not affect the step.
+# Keys that search.KEY cannot vary: they select the devices or the model's other keys, or do not affect the step.
 _NOT_SEARCHED = (
     *("compile_topology", "compile_topology_num_slices", "model_name", "load_parameters_path", "load_full_state_path"),
     *("global_parameter_scale", "run_name", "base_output_directory", "hardware"),
-    "logical_axis_rules",  # a command's rules are merged with the defaults
+    "logical_axis_rules",  # config.load merges rules with the defaults; a searched value would replace them all
 )
 
 

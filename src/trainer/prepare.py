@@ -63,7 +63,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _loaded(words: Sequence[str]) -> tuple[Loaded, Kind]:
-    """Returns the configuration, and the command that trains on its rows. Raises UserError if none need preparing."""
+    """Returns the configuration, and the command that trains on its rows.
+
+    Raises:
+      UserError: the configuration has no rows to prepare.
+    """
     config = unchecked(words, os.environ)
     kind = SFT if config.use_sft else DPO if config.use_dpo else TRAIN
     problem = None

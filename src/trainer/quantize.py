@@ -137,7 +137,7 @@ def _batches(config: Config, checkpoint: Any, words: Sequence[str], rows: int | 
 
 
 def _configuration(config: Config, words: Sequence[str]) -> Config:
-    """Returns the resolved configuration of the model of `config`, with `words` applied."""
+    """Returns a resolved configuration with the model of `config`, and with the arguments `words`."""
     from trainer.weights.model_keys import described
 
     keys = described(config) | {name: config[name] for name in ("rope_interleave", *FLAGS)}
@@ -147,7 +147,7 @@ def _configuration(config: Config, words: Sequence[str]) -> Config:
 
 
 def _rounded(config: Config, kernels: Mapping[str, Any]) -> Any:
-    """Returns a function that rounds the values of one layer of a kernel, given its canonical name."""
+    """Returns a function that rounds one layer of a kernel, given the kernel's name and the layer's values."""
     import jax
     import numpy as np
 
@@ -161,7 +161,7 @@ def _rounded(config: Config, kernels: Mapping[str, Any]) -> Any:
 def _report(
     out: Path, config: Config, kernels: Mapping[str, Any], leaves: Mapping[str, Any], parts: Mapping[str, Any]
 ) -> None:
-    """Prints the bytes of the quantized matrices and of the other weights in memory."""
+    """Prints the sizes of the quantized matrices and of the other weights, in bytes."""
     from trainer.observe.text import si
 
     def bits(leaf: Any) -> int:

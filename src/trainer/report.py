@@ -1,4 +1,4 @@
-"""`python -m trainer.report RUN [RUN ...] [out=FILE]`: a report page on one run, or on several side by side.
+"""`python -m trainer.report RUN [RUN ...] [out=FILE]`: writes a report page on one run, or on several side by side.
 
 Does not import JAX."""
 
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _is_below(path: Path, folder: Path) -> bool:
-    """Returns whether `path` is in `folder`. Raises UserError if a link in `folder` leads `path` out of it."""
+    """Returns whether `path` is in `folder`. Raises UserError if it follows a link that leads out of `folder`."""
     inside = path.absolute().is_relative_to(folder.absolute())
     if inside and (part := path.absolute().relative_to(folder.absolute())).parts:
         check_folder(folder, [str(part)])

@@ -27,15 +27,15 @@ usage: python -m trainer.serve FROM [adapters=PATH,PATH] [weights=raw|ema] [key=
 
 FROM     a run's folder or one of its checkpoints/N, a Hugging Face model directory, a GGUF file, or the output of
          trainer.export. The model's keys come from it. A MaxText checkpoint does not contain them: use the second form.
-adapters LoRA runs or PEFT folders with FROM as their base. A request selects one by its folder's name, as its model
+adapters LoRA runs or PEFT folders with FROM as their base. A request's field model selects one by its folder's name
 weights  for a run with ema_decay: ema (default), the average of the parameters, or raw
 key      keys of base.yml: host, port, drain_seconds, ... (--help Serving); per_device_batch_size is the number of
          slots per device; max_target_length is the length of prompt and continuation together (default: the training
          length, at most 2048); decode_sampling_* are the defaults for requests without sampling parameters
 
 The API is compatible with OpenAI's clients: /v1/models, /v1/completions and /v1/chat/completions. / is a page to try
-the model, /health and /metrics are for monitoring. SIGTERM or Ctrl-C ends the server after the accepted requests.
-The server needs the packages of trainer[serve].
+the model, /health and /metrics are for monitoring. SIGTERM or Ctrl-C ends the server after the accepted
+requests, at the latest after drain_seconds. The server needs the packages of trainer[serve].
 --help Serving lists the keys for serving; --explain KEY explains a key."""
 
 
@@ -72,7 +72,7 @@ def _check(loaded: Loaded) -> None:
     """Raises UserError for settings that a server does not support."""
     config, wrong = loaded.config, []
     if config.compile_topology:
-        wrong.append("compile_topology: trainer.generate compiles a decode step; leave it out")
+        wrong.append("compile_topology: a server cannot compile for other devices (trainer.generate can); leave it out")
     if not config.use_chunked_prefill:
         wrong.append("use_chunked_prefill=false: a long prompt would keep all others waiting; leave it out")
     if "use_chat_template" in loaded.changed:
@@ -138,7 +138,10 @@ def _serve(loaded: Loaded, paths: list[str], average: bool, raw: bool, started: 
 
 
 def _names(base: str, paths: list[str]) -> dict[str, int]:
-    """Returns name -> number: 0 for the base, 1, 2, ... for the adapters. Raises UserError if two names are equal."""
+    """Returns each model's number by its name: 0 for the base, 1, 2, ... for the adapters.
+
+    Raises UserError if two names are equal.
+    """
     names = {base: 0}
     for number, path in enumerate(paths, 1):
         if (name := _name(path)) in names:
@@ -158,8 +161,8 @@ def _name(path: str) -> str:
 
 
 def _banner(url: str, name: str, config: Config, text: str, chat: bool, token: bool) -> str:
-    """Returns the server's address and an example request, a chat or a completion. If `text` is empty, the request
-    contains a default text."""
+    """Returns the server's address and an example request: a chat or, without `chat`, a completion. If `text` is
+    empty, the request contains a default text."""
     from trainer.serving.access import VARIABLE
 
     where = f"$(head -n 1 {shlex.quote(config.token_file)})" if config.token_file else f"${VARIABLE}"

@@ -26,7 +26,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(words: Sequence[str], kind: Kind, shower: Callable[[Config, int, Callable[[str], None]], None]) -> None:
-    """Trains; with --show N, prints the first N records with `shower` instead. Raises UserError if this fails."""
+    """Trains or, if `words` (the command line) contains --show N, prints the first N records with `shower`.
+
+    Raises:
+      UserError: the command is invalid or cannot run.
+    """
     words, count = _without_show(words)
     if count is None or question(words):
         run_command(words, kind)
@@ -49,7 +53,7 @@ def run(words: Sequence[str], kind: Kind, shower: Callable[[Config, int, Callabl
 
 
 def _without_show(words: Sequence[str]) -> tuple[list[str], int | None]:
-    """Returns the words without `--show N`, and N; None in place of N if `--show` is not given."""
+    """Returns the command line without `--show N`, and N, or None if `--show` is not given."""
     words, count = list(words), None
     for i, word in enumerate(words):
         option, equals, text = word.partition("=")
@@ -62,8 +66,8 @@ def _without_show(words: Sequence[str]) -> tuple[list[str], int | None]:
 
 
 def check_kind(config: Config, own: str, mistakes: list[str]) -> None:
-    """Raises UserError if a configuration is for another command, or if there are `mistakes`. `own`: the key that
-    selects this command, such as use_sft."""
+    """Raises UserError if a configuration is for another command, or if `mistakes` contains error messages. `own`: the
+    key that selects this command, such as use_sft."""
     if mistakes := [*mistakes, *filter(None, [other_command(config, own)])]:
         raise report(mistakes)
 
@@ -73,8 +77,8 @@ def _check(config: Config) -> None:
 
 
 def prepare(loaded: Loaded, say: Callable[[str], None]) -> Mapping[str, Any]:
-    """Sets keys that the user does not set: the tokenizer of the initial model, the columns of the data, and the row
-    length. See `train.Kind`.
+    """Sets these keys unless the user sets them: tokenizer_path (the tokenizer of the initial model), the columns of
+    the data, and the row length. Returns the new values; see `prepare` in `train.Kind`.
 
     Raises:
       UserError: the model or the data cannot be read.
@@ -95,7 +99,7 @@ def prepare(loaded: Loaded, say: Callable[[str], None]) -> Mapping[str, Any]:
 def own_run(config: Config) -> tuple[Mapping[str, Any], Any] | None:
     """Returns the keys and the newest checkpoint of the run that this command continues; None for a new run.
 
-    Without run_name, the result is also None as long as the initial model exists: the keys then come from the model and
+    Without run_name, the result is also None if the initial model can be read: the keys then come from the model and
     the data, as in a new run.
     """
     if not config.run_name and not config.load_parameters_path:
@@ -124,7 +128,7 @@ def _say(text: str) -> None:
 
 
 def show(config: Config, count: int, say: Callable[[str], None]) -> None:
-    """Prints the first `count` conversations and marks the text that is trained."""
+    """Prints the first `count` conversations and marks the text on which the model is trained."""
     from trainer.chat import show as chat_show
 
     chat_show.conversations(config, count, say)

@@ -39,14 +39,15 @@ class Kind:
     Attributes:
       command: the name of the command.
       check: raises UserError if a configuration is for another command. It runs before JAX is loaded.
-      defaults: see `config.load`.
+      defaults: the command's default values of keys; see `config.load`.
       prepare: `prepare(loaded, say)` sets keys that the user does not give, from the model and the data
         (`Loaded.complete`), and returns these keys. It runs in the first process, after JAX is loaded.
-      encoder: returns the encoder of records; see `data.open_dataset`.
+      encoder: returns the encoder of records; see `data.dataset.open_dataset`.
       prompts: `prompts(config, tokenizer, say)` returns the encoder of the sample prompt; see `inference.tokens_of`.
-      dataset: `dataset(config, say)` opens data other than records; `config` is resolved.
-      source: `source(run, dataset, begin, run_dir, say)` returns the source of batches; see `training.fit`. The source
-        is opened before the step is compiled. `run_dir` is None if the source must not write.
+      dataset: `dataset(config, say)` opens the data if they are not records; `config` is resolved.
+      source: `source(run, dataset, begin, run_dir, say)` returns the source of batches; see `training.loop.fit`. The
+        source is opened before the step is compiled. `run_dir` is None in a dry run, in which the source must not write
+        files.
       instead: `instead(run, dataset, say)` is called instead of training.
     """
 
@@ -80,7 +81,7 @@ def run_command(words: Sequence[str], kind: Kind) -> None:
 
     Raises:
       UserError: the command is invalid or cannot run.
-      RunStopped: a rule of the run ended it.
+      RunStopped: the run was ended early, for example because of a NaN loss.
     """
     if prints_usage(kind.command, words):
         return
@@ -245,11 +246,12 @@ def _prepare(loaded: Loaded, kind: Kind, console):
     index = jax.process_index()
 
     def say(text: str) -> None:
-        # Every process prints: messages about reading, waiting, and skipped or truncated documents differ.
+        # Every process prints, because messages about reading, waiting, and skipped or truncated documents differ
+        # between processes.
         console.say(text) if index == 0 else print(f"process {index}: {text}", flush=True)
 
     config = run.config
-    if loaded.tokenizer:  # replaces a missing tokenizer_path here, but not in the configuration of the run
+    if loaded.tokenizer:  # replaces a missing tokenizer_path for the data, but not in the run's configuration
         config = Config({**config, "tokenizer_path": loaded.tokenizer})
     if kind.dataset:
         dataset = kind.dataset(config, say)
@@ -279,7 +281,8 @@ def _with_passes(loaded: Loaded, run, dataset, console):
 
 
 def _train(loaded: Loaded, kind: Kind, run, dataset, prompt, run_dir, timeline, console):
-    """Starts or resumes the run and trains to its end; see `training.fit`. Returns None if it was already finished."""
+    """Starts or resumes the run and trains to its end; see `training.loop.fit`. Returns None if the run was already
+    finished."""
     from trainer.checkpoint.manager import CheckpointManager
     from trainer.runtime.agreement import agreed, from_first, is_first
     from trainer.training.compiled import StepsByRows, compiled_step, loaded_step, needs_of
@@ -323,7 +326,7 @@ def _train(loaded: Loaded, kind: Kind, run, dataset, prompt, run_dir, timeline, 
 
 
 def _specs(kind: Kind, config: Config) -> list[Spec]:
-    """Returns the tasks of eval_tasks. Raises UserError if a task would use data of the run that are not plain text."""
+    """Returns the tasks of eval_tasks. Raises UserError if a task uses the run's data and they are not plain text."""
     specs = read_specs(config.eval_tasks, "eval_tasks")
     own = [spec.name for spec in specs if spec.kind == TEXT and not spec.documents]
     if own and (kind.encoder or kind.dataset):
@@ -354,7 +357,7 @@ def _tasks(kind: Kind, run, dataset, begin, console):
 
 
 def _start(loaded: Loaded, run, dataset, prompt, saved, console):
-    """See `training.start`. `saved`: the checkpoints of the run."""
+    """Returns the result of `training.start.start` with the model's metadata. `saved`: the checkpoints of the run."""
     from trainer.runtime.agreement import agreed
     from trainer.training.about import about_run
     from trainer.training.start import start

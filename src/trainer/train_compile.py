@@ -26,7 +26,7 @@ OUT_OF_PROPORTION = 64
 
 
 class Compilation(NamedTuple):
-    """A `training.Run`, its compiled step (None if it does not fit), and the `aot.report.Report`."""
+    """A `training.run.Run`, its compiled step (None if it does not fit into memory), and the `aot.report.Report`."""
 
     run: Any
     compiled: Any
@@ -131,7 +131,7 @@ def _with_suggestions(report: Any, config: Config, run: Any) -> Any:
         known = {"platform": topology.platform, "num_slices": slices, "capability": compute_capability(devices)}
         resolve(values, device_count=topology.devices * slices, **known)
 
-    assert report.hbm_bytes is not None  # only the memory size can make a step not fit; simulated devices have none
+    assert report.hbm_bytes is not None  # `fits` is None, not False, if the memory size is unknown
     suggestions = suggest(
         run.config,
         needed=max(report.memory.peak, report.hbm_bytes + 1),

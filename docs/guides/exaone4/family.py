@@ -1,7 +1,7 @@
 """EXAONE 4.0 (LG AI Research 2025, arXiv:2507.11407), the example of docs/guides/extending.md.
 
-Attention and MLP are followed, not preceded, by norms; each head's queries and keys have a norm. Three layers with a
-sliding window and RoPE alternate with one layer with neither. A model without windows has RoPE in every layer.
+Norms follow attention and MLP instead of preceding them, and each head's queries and keys have a norm. Three layers
+with a sliding window and RoPE alternate with one layer without both. A model without windows has RoPE in every layer.
 """
 
 import functools
@@ -44,7 +44,7 @@ class Block(llama2.Block):
 
 
 def stacks(config):
-    """Returns the stacks of layers: the pattern of blocks, repeated, and the remaining layers."""
+    """Returns two stacks of layers: the complete repetitions of the pattern of blocks, and the remaining layers."""
     pattern = windows(config)
     blocks = [functools.partial(Block, window=window, rotates=bool(window) or len(pattern) == 1) for window in pattern]
     return repeated(blocks, config.base_num_decoder_layers)
@@ -58,7 +58,7 @@ OWN = {
 
 
 def _read(said, refused):
-    """Refuses a window size if no layer has a window: transformers would then use RoPE in no layer."""
+    """Refuses a window size if no layer has a window: transformers then uses RoPE nowhere, `stacks` everywhere."""
     if said["sliding_window"] and set(said.get("layer_types") or ()) == {"full_attention"}:
         refused.append(f"sliding_window={said['sliding_window']} without a layer of kind sliding_attention")
     return {}

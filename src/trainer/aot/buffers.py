@@ -15,7 +15,8 @@ _ALLOCATION = re.compile(r"^allocation \d+: size (\d+),(?: color (\d+),)?(.*)")
 _VALUE = re.compile(r"^ value: <\d+ (\S+?)(\{[\d,]*\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)")
 _RANGE = re.compile(r"^    (\S+?)(\{[\d,]*\}):(\d+)-(\d+)$")
 
-# Prefixes of the names of the step's arguments: state['model'][...] in NNX, state.params[...] in Linen's TrainState.
+# Arguments of the step that belong to its state have names with these prefixes: state['model'][...] in NNX, and
+# state.params[...] in Linen's TrainState.
 STATE = ("state[", "state.")
 
 Key = tuple[str, str]  # identifies a value: the instruction that produces it, and its index in the result tuple
@@ -52,10 +53,10 @@ class Leaf(NamedTuple):
 def temporaries(dump: Dump, parameters: Collection[tuple[int, ...]] = ()) -> tuple[Buffer, ...]:
     """Returns the temporaries that are live at their peak, the largest first.
 
-    If several buffers share an address at the peak, only one of them is listed. The instruction that produces a buffer
-    determines its kind. A value of the backward pass with the shape of a parameter is a gradient. A value of the
-    forward pass that is live during the backward pass was saved for the backward pass. A value with the name of an
-    argument is a copy of that argument in another dtype or layout.
+    If several buffers share an address at the peak, only the largest of them is listed. The instruction that produces a
+    buffer determines its kind. A value of the backward pass with the shape of a parameter is a gradient. A value of the
+    forward pass that is live during the backward pass was saved for the backward pass. A value whose op_name is an
+    argument of the step is a copy of that argument in another dtype or layout.
 
     Args:
       dump: the dump of the compilation; if it has no buffer assignment, the result is ().
@@ -90,9 +91,9 @@ def by_kind(buffers: Iterable[Buffer]) -> dict[str, int]:
 
 
 def leaves(tree: Any) -> list[Leaf]:
-    """Returns the leaves of a tree of abstract arrays with shardings, as one device holds them.
+    """Returns a `Leaf` for each array of a tree of abstract arrays with shardings.
 
-    Leaves that are offloaded to host memory are left out.
+    Arrays that are offloaded to host memory are left out.
     """
     import jax
 
@@ -124,7 +125,7 @@ def _ranges(live_range: str) -> list[tuple[str, str, str, str]]:
 def _peak(values: dict[tuple[str, str], tuple[int, int, str]], ranges: dict[tuple[str, str], tuple[int, int]]) -> int:
     """Returns the time in the schedule at which live values take the most memory.
 
-    Values at the same offset count once.
+    Of the live values at one offset, only the largest counts.
     """
     events: dict[int, list[tuple[int, int, int]]] = {}
     for key, (size, offset, _) in values.items():
@@ -163,7 +164,10 @@ class _Origins:
         self.callers = {called: i for i in self.instructions.values() for called in i.called}
 
     def named(self, name: str) -> Instruction | None:
-        """Returns the nearest instruction with an op_name, along first operands and callers such as loops."""
+        """Returns the instruction `name` or, if it has no op_name, the nearest instruction with one.
+
+        The search follows first operands and, from an instruction without operands, the caller, such as a loop.
+        """
         instruction = self.instructions.get(name)
         for _ in range(16):
             if instruction is None or instruction.op_name:

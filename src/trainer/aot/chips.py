@@ -1,4 +1,4 @@
-"""Tables of chips: TPUs and GPUs."""
+"""Tables of the memory, bandwidths and peak FLOP/s of TPUs and GPUs."""
 
 import os
 from collections.abc import Mapping
@@ -15,8 +15,8 @@ class Chip:
     """Published peak figures, per chip unless stated otherwise.
 
     Attributes:
-      name: the table's key.
-      kinds: `device_kind` of its JAX devices.
+      name: the chip's key in `CHIPS`.
+      kinds: the values that `device_kind` has for the chip's JAX devices.
       devices: JAX devices per chip. v4 and v5p present their two cores as one device, tpu7x as two devices.
       hbm_bytes: HBM of one device that is available to the compiler, slightly less than the physical size.
       pool: whether JAX's allocator takes only a fraction of `hbm_bytes`, as on GPUs.
@@ -42,12 +42,12 @@ class Chip:
     pool: bool = False
 
     def flops(self, dtype: str) -> float:
-        """Returns the peak FLOP/s of one device for operands of `dtype`; bfloat16's if the table lacks `dtype`."""
+        """Returns the peak FLOP/s of one device for operands of `dtype`, or bfloat16's if `peak` lacks `dtype`."""
         return self.peak.get(dtype, self.peak["bf16"]) / self.devices
 
     @property
     def usable(self) -> int:
-        """Bytes of one device that a program can use."""
+        """Bytes of one device's memory that a program can use."""
         return int(self.hbm_bytes * memory_fraction()) if self.pool else self.hbm_bytes
 
 
@@ -55,7 +55,7 @@ def memory_fraction() -> float:
     """Returns the fraction of a GPU's memory that JAX's allocator takes.
 
     Raises:
-      UserError: the environment variable named by `FRACTION` is not a fraction.
+      UserError: the environment variable named by `FRACTION` is not a number above 0 and at most 1.
     """
     given = os.environ.get(FRACTION, "")
     try:
@@ -69,13 +69,14 @@ def memory_fraction() -> float:
 
 # Sources, read on 2026-11-21: the specification tables of https://docs.cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e
 # and /tpu7x; an ICI bandwidth given for both directions is halved. hbm_bytes is the "available HBM" that libtpu 0.0.51
-# reports when a program does not fit. Not in those pages:
-# - v4: ICI and DCN from https://jax-ml.github.io/scaling-book/tpus, with the 2400 Gbit/s of the v4 paper
-#   (Jouppi et al. 2023, arXiv:2304.01433).
-# - v5e, v6e: DCN is the bandwidth of the host's network cards, 2 x 100 and 4 x 200 Gbit/s, shared by its 8 chips.
-# - host_bandwidth: PCIe, from https://jax-ml.github.io/scaling-book/tpus, read on 2026-11-30: 16 GB/s each way on v4,
-#   "typically around 1.6e10 bytes / second per TPU (3.2e10 for TPU v6e)". None is published for tpu7x:
-#   v6e's is assumed.
+# reports when a program does not fit. Those pages do not have these figures:
+# - ICI and DCN bandwidth of v4: from https://jax-ml.github.io/scaling-book/tpus, and for ICI the 2400 Gbit/s of the v4
+#   paper (Jouppi et al. 2023, arXiv:2304.01433).
+# - DCN bandwidth of v5e and v6e: that of the host's network cards, 2 x 100 Gbit/s for v5e and 4 x 200 Gbit/s for v6e,
+#   divided by the host's 8 chips.
+# - host_bandwidth: the bandwidth of PCIe, from https://jax-ml.github.io/scaling-book/tpus, read on 2026-11-30: 16 GB/s
+#   each way on v4, "typically around 1.6e10 bytes / second per TPU (3.2e10 for TPU v6e)". No figure is published for
+#   tpu7x; v6e's is assumed.
 _TPUS = (
     Chip(
         name="v4",
@@ -140,9 +141,11 @@ _TPUS = (
 )
 # Sources, read on 2026-11-29. hbm_bytes: device_memory_size in XLA's files xla/backends/gpu/target_config/specs
 # (openxla/xla); for the H200, the size that its driver reported. Peaks are without sparsity: half of a data sheet's
-# figure with sparsity. NVLink: one direction. dcn_bandwidth: one network card per GPU. host_bandwidth: 16 lanes of PCIe
-# after encoding (128 of 130 bits), one direction: generation 4 (16 GT/s) for the A100, 5 (32 GT/s) for the H100 and the
-# H200, as in their data sheets (64 and 128 GB/s in both directions), and for the B200, as in DGX B200's processors.
+# figure with sparsity. ici_bandwidth is NVLink's in one direction: half of a data sheet's figure. dcn_bandwidth is that
+# of one network card per GPU. host_bandwidth is that of 16 lanes of PCIe in one direction, after encoding (128 of 130
+# bits). The A100 has PCIe of generation 4 (16 GT/s), the H100 and the H200 have generation 5 (32 GT/s), as in their
+# data sheets (64 and 128 GB/s in both directions together). For the B200 we assume generation 5, which the processors
+# of DGX B200 have.
 # - a100: NVIDIA A100 80GB data sheet (SXM: 2,039 GB/s; NVLink 600 GB/s); DGX A100 data sheet: 8 x 200 Gbit/s.
 # - h100: NVIDIA H100 data sheet (SXM5: 3.35 TB/s; NVLink 900 GB/s); DGX H100 data sheet: 8 x 400 Gbit/s.
 # - h200: NVIDIA H200 data sheet (SXM: 4.8 TB/s; NVLink 900 GB/s); DGX H200 data sheet: 8 x 400 Gbit/s.
@@ -208,5 +211,5 @@ CHIPS: dict[str, Chip] = {chip.name: chip for chip in (*_TPUS, *_GPUS)}
 
 
 def chip_of(device_kind: str) -> Chip | None:
-    """Returns the chip of a JAX device (`device.device_kind`), or None if it is not in the table, such as a CPU."""
+    """Returns the chip of a JAX device (`device.device_kind`), or None if the table lacks it, as for a CPU."""
     return next((chip for chip in CHIPS.values() if device_kind in chip.kinds), None)

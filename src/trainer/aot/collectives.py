@@ -31,8 +31,9 @@ KINDS = (
     "collective-broadcast",
 )
 SUMS = ("all-reduce", "reduce-scatter")
-# The partitioner's name for the body of a loop of matrix products that reduce-scatters their sum by permutes around a
-# ring. If the loop all-gathers an operand instead, the name ends in _ag (openxla/xla, xla/service/spmd/dot_handler.cc).
+# The partitioner's name for the body of a loop that computes matrix products and reduce-scatters their sum, by permutes
+# around a ring. If the loop all-gathers an operand instead, the name ends in _ag (openxla/xla,
+# xla/service/spmd/dot_handler.cc).
 _SUMMING_RING = re.compile(r"(?:wide\.)*windowed_dot_general_body_rs(\.|$)")
 _GROUPS = re.compile(
     r"(?:replica_groups|source_target_pairs)=(mesh\[[^\]]*\](?:, device_ids=\(\[[\d,]+\](?:T\([\d,]+\))?\))? \{[^}]*\}"
@@ -75,8 +76,8 @@ class Collective:
 
 
 def collectives(module: Module, mesh: Any = None) -> tuple[tuple[Collective, ...], list[str]]:
-    """Returns the collectives of `module`, most bytes first, and the loops of unknown trip count that contain
-    collectives; such a loop counts as one iteration.
+    """Returns the collectives of `module`, most bytes first, and the names of the loops with collectives and an unknown
+    trip count, which count as one iteration.
 
     In one computation, collectives with the same operands and groups count once: the partitioner emits an all-gather
     for each use, and the compiler merges them later.
@@ -122,8 +123,8 @@ def layout_of(mesh: Any) -> Layout:
 def executed(
     layout: Layout, computation: Computation, instruction: Instruction, conditional: bool = False
 ) -> list[Collective]:
-    """Returns the transfers of one execution of a collective, one for each array. `devices` is 1 if no data moves
-    between devices."""
+    """Returns a `Collective` for each array that one execution of a collective instruction transfers. Its attribute
+    `devices` is 1 if no data moves between devices."""
     names, sizes, slices = layout
     kind = instruction.opcode.removesuffix("-start")
     sums = kind in SUMS or (kind == "collective-permute" and _SUMMING_RING.match(computation.name) is not None)
@@ -150,8 +151,8 @@ def moved(kind: str, size: int, devices: int) -> float:
 def _found(
     module: Module, layout: Layout, name: str, times: int, conditional: bool, unknown: list[str]
 ) -> Iterator[tuple[Collective, int]]:
-    """Yields the collectives of a computation and of the computations that it calls, with the number of executions.
-    `conditional`: whether the computation is in a branch."""
+    """Yields (collective, number of executions) for each collective of a computation and of the computations that it
+    calls. `conditional`: whether the computation is in a branch of a conditional."""
     computation = module.computations[name]
     seen = set()
     for instruction in computation:
@@ -218,10 +219,10 @@ def _groups_text(instruction: Instruction) -> str:
 
 
 def _mesh_groups(axes: str, order: str | None, transposed: str | None, chosen: str) -> list[list[int]]:
-    """Returns the groups of `mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b':(2)2}`, along the chosen axes or
-    sub-axes.
+    """Returns the device groups of a text such as `mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b':(2)2}`.
 
-    The sub-axis `'b':(m)n` of an axis of size s is the middle axis after a reshape to [m, n, s / (m n)].
+    The braces have the axes and sub-axes along which the devices of a group differ. The sub-axis `'b':(m)n` of an axis
+    of size s is the middle axis after a reshape to [m, n, s / (m n)].
     """
     names = re.findall(r"'([^']+)'=", axes)
     sizes = [int(size) for size in _SIZES.findall(axes)]

@@ -1,4 +1,4 @@
-"""Compiles a step for devices that this machine lacks, and reports on it."""
+"""Compiles a step for devices that this machine lacks, and returns a report on the step."""
 
 import shutil
 import tempfile
@@ -25,9 +25,9 @@ def compile_step(
     """Compiles a step. If the step does not fit in memory, returns a report that shows this, and raises no error.
 
     Args:
-      step: the step to compile.
-      lower: returns the lowered step.
-      num_slices: the number of slices of the devices.
+      step: the step to report on.
+      lower: a function that lowers the step and returns the result.
+      num_slices: the number of slices over which the devices are distributed.
       options: additional XLA compiler options.
       keep: a folder to which the compiler's dumps are copied.
 

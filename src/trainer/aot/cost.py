@@ -18,14 +18,14 @@ class Cost:
       flops: operations of matrix products, kernels and elementwise instructions.
       matmul_flops: operations of matrix products and kernels, by the dtype of their operands in HLO's spelling
         ("bf16").
-      transcendentals: elements of exp, log, tanh, ...
+      transcendentals: the number of values of exp, log, tanh and similar functions.
       bytes_accessed: bytes read and written in all memories.
-      hbm_bytes: bytes read and written in main memory; on a TPU the compiler keeps some arrays in VMEM.
+      hbm_bytes: bytes read and written in main memory, without arrays that a TPU's compiler keeps in VMEM.
       rolled_flops, rolled_bytes_accessed: `flops` and `bytes_accessed` with each loop body counted once, as in JAX's
         `cost_analysis()`.
       collectives: grouped by kind, dtype, axes and size; see `aot.collectives`.
-      notes: operations that could not be counted; empty if everything was counted.
-      host_bytes: bytes read and written in the host's memory, which are copied over the link to the host.
+      notes: messages about what could not be counted exactly; empty if everything was.
+      host_bytes: bytes read and written in the host's memory, over the link between device and host.
       schedule: the program's events in execution order; see `aot.schedule`.
       unknown_loops: loops whose trip count is unknown, for example because it depends on data. Each counts as one
         iteration.

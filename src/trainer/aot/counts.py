@@ -1,16 +1,18 @@
 """FLOPs and memory traffic of the instructions of an HLO module.
 
 The rules follow XLA's cost analysis (openxla/xla, xla/service/hlo_cost_analysis.cc), which a compiled function reports
-as `cost_analysis()`, with three exceptions. XLA counts a loop body once; here it counts once per iteration. For a
-scatter within a fusion, XLA counts the whole target array; here only the written part counts. In a TPU's grouped
-product, XLA multiplies every row with every group's matrix; here a row counts only for the group that contains it.
-- A multiplication and an addition are two operations, so a matrix product has 2 m n k.
+as `cost_analysis()`, with three exceptions. XLA counts a loop body once; this module counts it once per iteration. For
+a scatter within a fusion, XLA counts the whole target array; this module counts only the written part. In a TPU's
+grouped product, XLA counts every row for every group's matrix; this module counts a row only for its group's matrix.
+
+The rules are:
+- A multiplication and an addition are two operations, so a product of [m, k] and [k, n] has 2 m n k operations.
 - An elementwise operation counts one operation per element of the result, for any dtype. exp, log, sqrt, tanh, power,
   sine and similar functions are counted separately, as transcendentals. A reduction counts one operation for each
   element by which it shrinks its operand.
 - Bytes accessed: every instruction outside fusions reads its operands and writes its result once; slices and updates of
   a larger array access only the affected part; intermediate values of a fusion access no memory.
-- For custom calls of kernels see `aot.kernels`.
+- `aot.kernels` determines the counts of kernels, which are custom calls.
 """
 
 import functools
@@ -25,7 +27,7 @@ from trainer.aot.opcodes import ELEMENTWISE, FREE, TRANSCENDENTAL
 MAIN_MEMORY = 0
 HOST_MEMORY = 5  # pinned memory of the host on every platform: xla/layout.h, Layout::kHostMemorySpace
 # Instructions that write only a part of their first operand, with the index of the operand that holds this part. For a
-# scatter within a fusion, XLA and the rolled counts include the whole first operand.
+# scatter within a fusion, XLA counts the whole first operand, and so does `Counter` if `rolled`.
 _IN_PLACE = {"dynamic-update-slice": 1, "scatter": -1}
 _ALIASED = "output_to_operand_aliasing"
 _OVERLAPPED = "async_collective_fusion"
@@ -66,7 +68,7 @@ class Totals:
         self.host_bytes += size if space == HOST_MEMORY else 0
 
     def multiply(self, dtype: str, flops: float) -> None:
-        """Adds a matrix product with operands of `dtype`."""
+        """Adds the operations of a matrix product with operands of `dtype`."""
         self.flops += flops
         self.matmul_flops[dtype] = self.matmul_flops.get(dtype, 0.0) + flops
 
@@ -84,8 +86,11 @@ class Counter:
         self.single: dict[tuple[str, str], Totals] = {}
 
     def computation(self, name: str, fused: bool = False, groups: int = 1) -> Totals:
-        """Returns the totals of one execution of a computation. `fused`: its instructions access no memory. `groups`:
-        the number of groups of the grouped product that contains the computation."""
+        """Returns the totals of one execution of a computation.
+
+        `fused`: whether the computation is in a fusion, so that its instructions access no memory. `groups`: the number
+        of groups of the grouped product that contains the computation.
+        """
         if (name, fused, groups) not in self.known:
             totals = self.known[name, fused, groups] = Totals()
             computation = self.module.computations[name]
@@ -106,7 +111,7 @@ class Counter:
         return self.single[computation.name, i.name]
 
     def dearest(self, conditional: Instruction, fused: bool = False) -> str:
-        """Returns the name of the branch with the most operations or, among those, the most memory traffic."""
+        """Returns the name of the branch with the most operations. Among equal ones, memory traffic decides."""
 
         def price(name: str) -> tuple[float, float]:
             totals = self.computation(name, fused)
@@ -167,7 +172,7 @@ class Counter:
         totals.transcendentals += times * one.transcendentals
 
     def trips(self, computation: Computation, loop: Instruction) -> int:
-        """Returns how often a loop runs; 1 if that is unknown, or if loops are rolled."""
+        """Returns the trip count of a loop, or 1 if the trip count is unknown or `rolled` is set."""
         if self.rolled:
             return 1
         trips = loops.trips(self.module, computation, loop)
@@ -234,7 +239,8 @@ class Counter:
                     part = inside.operands(part)[0]
                 if part.opcode in self.in_place:
                     shape = inside.operands(part)[self.in_place[part.opcode]].shape._replace(space=shape.space)
-                passed = part.opcode == "parameter" and root.opcode == "tuple"  # not copied
+                # A parameter in the result tuple is not copied.
+                passed = part.opcode == "parameter" and root.opcode == "tuple"
                 if not passed and part.name not in in_flight:
                     totals.access(shape)
         else:
@@ -248,8 +254,11 @@ class Counter:
                 totals.touch(size * shape.bytes / whole if whole else 0, shape.space)
 
     def _in_flight(self, inside: Computation) -> set[str]:
-        """Returns the arrays in a fusion that belong to a collective that overlaps it. A TPU's module repeats such a
-        collective in every fusion that it overlaps; its bytes count only in its start and done instructions."""
+        """Returns the names of the arrays in a fusion that belong to a collective that overlaps the fusion.
+
+        A TPU's module repeats such a collective in every fusion that it overlaps; its bytes count only in its start and
+        done instructions.
+        """
         if self.rolled or not inside.name.startswith(_OVERLAPPED):
             return set()
         found = [i for i in inside if i.opcode in KINDS]
@@ -265,8 +274,8 @@ class Counter:
         return self._used(computation, self.module.computations[computation].parameters[number])
 
     def _used(self, computation: str, array: Instruction) -> int:
-        """Returns the bytes of `array` that its users in a fusion read. XLA and the rolled counts treat a bitcast as a
-        user of the whole array."""
+        """Returns the bytes of `array` that its users in a fusion read. XLA treats a bitcast as a user of the whole
+        array, and so does this method if `rolled` is set."""
         whole = sum(shape.bytes for shape in array.shapes)
         users = self._users[computation]
         size, renamed, shared = 0, 0, False
@@ -274,7 +283,7 @@ class Counter:
             if user.opcode == "tuple":
                 continue
             if user.opcode == "fusion" and user.operands == (array.name,) and user.attribute(_ALIASED):
-                size += self._used(computation, user)  # the same memory, read in other tiles
+                size += self._used(computation, user)  # its result is the same memory, read in different tiles
             elif user.opcode == "fusion":
                 numbers = [i for i, name in enumerate(user.operands) if name == array.name]
                 size += sum(self._read(user.attribute("calls"), i) for i in numbers)

@@ -30,7 +30,8 @@ _LIVE_RANGE = "after_optimizations-live-range.txt"
 
 
 class Dump(NamedTuple):
-    """Texts of one compilation; "" if the compiler did not write the file. One device has no `partitioned`."""
+    """The dumps of one compilation. A text is "" if the compiler did not write its file. For one device, it does not
+    write `partitioned`."""
 
     partitioned: str
     optimized: str
@@ -82,8 +83,8 @@ def read(folder: str | Path) -> Dump:
     files = sorted(Path(folder).glob("*.txt"))
 
     def text(pattern: str) -> str:
-        # A chip's other cores may have small programs, so ignore dumps below half the size of the largest. Take the
-        # last of the remaining dumps, because the compiler may retry with other options.
+        # The compiler may also dump small programs for a chip's other cores, so ignore dumps below half the size of the
+        # largest. Take the last of the remaining dumps, because the compiler may retry with other options.
         sizes = {path: path.stat().st_size for path in files if path.match(f"*{pattern}")}
         largest = [path for path, size in sizes.items() if 2 * size >= max(sizes.values())]
         return largest[-1].read_text() if largest else ""

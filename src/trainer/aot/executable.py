@@ -26,7 +26,7 @@ from trainer.runtime.versions import installed
 from trainer.sharding import compute_capability, slice_of
 
 MAGIC = b"trainer-executable 1\n"
-# The module that builds the step. This module and its imports are the step's source code.
+# The module that builds the step. That module and its imports count as the step's source code.
 _BUILDER = "trainer.training.build"
 # JAX settings that change what a traced step computes.
 _SETTINGS = (
@@ -37,7 +37,7 @@ _SETTINGS = (
     "jax_threefry_partitionable",
 )
 
-# Everything that a step depends on: group -> name -> value, all JSON.
+# Everything that a step depends on, as JSON-compatible nested dicts: group -> name -> value.
 Origin = dict[str, dict[str, Any]]
 
 
@@ -54,13 +54,14 @@ def origin_of(config: Config, devices: Sequence[jax.Device], args: Any) -> Origi
     compiler = {"libtpu": metadata.version("libtpu")} if first.platform == "tpu" else {}
     keys = [
         *step_keys(),
-        *(["steps"] if config.enable_diloco else []),  # the last step synchronizes the islands
+        *(["steps"] if config.enable_diloco else []),  # DiLoCo synchronizes its islands in the last step
         *(["decode_sampling_temperature"] if config.use_grpo else []),
         *(["sft_train_on_completion_only"] if config.use_dpo else []),
     ]
     return {
         "configuration": {name: _plain(config[name]) for name in keys}
-        # The step depends on only one property of the data: the documents per row, for kernels that read lengths.
+        # The step depends on only one property of the data: the maximum number of documents per row, if the attention
+        # kernel reads the lengths of documents.
         | {"documents of a row": read_documents(config, compute_capability(devices))},
         "devices": {
             "kind": first.device_kind,
@@ -78,10 +79,12 @@ def origin_of(config: Config, devices: Sequence[jax.Device], args: Any) -> Origi
 
 
 def save(path: Path, compiled: Any, origin: Origin) -> None:
-    """Writes `compiled`, a step `(state, batch, frozen) -> (state, metrics)`. The file appears only when complete.
+    """Writes `compiled`, a step `(state, batch, frozen) -> (state, metrics)`, to `path`.
+
+    The file appears at `path` only when it is complete.
 
     Raises:
-      UserError: the path cannot be written, or XLA may load the step wrongly.
+      UserError: the path cannot be written, or XLA would confuse arrays of the step after loading it.
     """
     from jax.experimental import serialize_executable
 
@@ -104,12 +107,17 @@ def save(path: Path, compiled: Any, origin: Origin) -> None:
 
 
 def load(path: Path, origin: Origin, args: Any, devices: Sequence[jax.Device]) -> Any:
-    """Returns the compiled step in the file, which runs on `devices`.
+    """Returns the compiled step in the file at `path`, loaded for `devices`.
 
-    The step's three arguments are a list of a state's leaves, a batch, and the objective's frozen arrays. `args` are
-    the abstract arguments.
+    The returned step has three arguments: a list of the state's leaves, a batch, and the objective's frozen arrays.
 
     The file contains executable code: load only files that you trust.
+
+    Args:
+      path: the file that `save` wrote.
+      origin: what the current run's step depends on (see `origin_of`).
+      args: the abstract arguments (state, batch, frozen arrays).
+      devices: the devices in the order of the mesh.
 
     Raises:
       UserError: the file cannot be read, or its step does not match `origin`; the message lists the differences.
@@ -154,7 +162,7 @@ def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]
     for group, values in here.items():
         old = there.get(group, {})
         if group == "arguments" and lines:
-            break  # these differences follow from the others
+            break  # differences of arguments follow from the earlier differences
         changed = [name for name in {**old, **values} if old.get(name) != values.get(name)]
         for name in changed[:8]:
             what = name if group == "configuration" else f"{group.rstrip('s')} {name}"
@@ -182,7 +190,7 @@ def _extent(devices: Sequence[jax.Device]) -> str:
 
 
 def _machine() -> str:
-    """Returns a digest of this machine's CPU features, for which XLA compiles CPU code."""
+    """Returns a digest of this machine's CPU features, because XLA compiles CPU code for these features."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
@@ -191,7 +199,8 @@ def _machine() -> str:
 
 def source_of_block(config: Config) -> dict[str, str]:
     """Returns a digest of the source files of a user's family and blocks, including their imports from the same folder
-    or package; {} for a built-in family. The key is the name that messages use."""
+    or package, in a dict. The dict's only key is a description of the digest for messages. Returns {} for a built-in
+    family."""
     if ":" not in config.decoder_block:
         return {}
     classes = map(block_class, blocks(stacks(config)))

@@ -1,4 +1,4 @@
-"""Descriptions of NVIDIA GPUs for XLA's compiler, and the software needed to compile for absent GPUs."""
+"""Describes NVIDIA GPUs to XLA's compiler, and checks for the software needed to compile for absent GPUs."""
 
 import contextlib
 import importlib.util
@@ -24,12 +24,12 @@ class Target:
     cores: int
     fpus: int  # per core
     shared: int  # shared memory per core in bytes
-    bandwidth: int
-    cache: int
-    clock: float
+    bandwidth: int  # of memory, in bytes per second
+    cache: int  # L2 cache in bytes
+    clock: float  # GHz
 
     def text(self, chip: Chip) -> str:
-        """Returns XLA's GpuTargetConfig as text."""
+        """Returns the GPU's description as a GpuTargetConfig of XLA, in protobuf text format."""
         feature = "ACCELERATED_FEATURES" if self.capability >= 9 else "NONE"
         return f"""
 gpu_device_info {{

@@ -1,9 +1,9 @@
 """A parser of HLO text: computations, instructions, shapes, and the source lines of instructions.
 
-The grammar is XLA's (openxla/xla, xla/hlo/parser). This parses the long form with `%` before names, as in
-`compiled.as_text()` and the compiler's dumps. A partitioned module contains the shapes on one device.
-Newer compilers (jaxlib 0.12) print a tuple element as an operand `%name#index`, without a `get-tuple-element`
-instruction. The parser adds that instruction, so both spellings give the same module.
+The grammar is XLA's (openxla/xla, xla/hlo/parser). The parser reads the long form of HLO, which has `%` before names;
+`compiled.as_text()` and the compiler's dumps use this form. The shapes in a partitioned module are per device.
+Newer compilers (jaxlib 0.12) print an operand that is a tuple element as `%name#index`, without a `get-tuple-element`
+instruction. The parser adds that instruction, so both spellings are parsed to the same module.
 """
 
 import functools
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-# Bits per element; tokens and opaque values take no memory. A pred is stored as a byte.
+# Bits per element of dtypes that `bits` does not parse. Tokens and opaque values take no memory. A pred takes a byte.
 BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128, "bf16": 16}
 
 _LEAF = re.compile(r"(\w+)\[([\d,<= ]*)\](\{[^{}]*\})?")
@@ -26,7 +26,7 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
 
 class Shape(NamedTuple):
-    """An array. `dims`: its sizes in elements. `space`: its memory space; 0 is main memory (HBM on a TPU)."""
+    """An array. `dims`: its size along each axis. `space`: its memory space; 0 is main memory (HBM on a TPU)."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -54,8 +54,14 @@ def bits(dtype: str) -> int:
 
 @dataclass(slots=True)
 class Instruction:
-    """One instruction. `shapes` are the arrays of its result, tuples flattened; `text` is the text after the
-    operands."""
+    """One instruction.
+
+    Attributes:
+      shapes: the arrays of its result; a tuple is flattened.
+      operands: the names of the operands.
+      arguments: the text in the parentheses after the opcode.
+      text: the text after these parentheses.
+    """
 
     name: str
     opcode: str
@@ -93,7 +99,7 @@ class Instruction:
 
 @dataclass(slots=True)
 class Computation:
-    """Instructions by name, in order, and the name of the root."""
+    """A computation: its instructions by name, in the order of the text, and the name of its root instruction."""
 
     name: str
     instructions: dict[str, Instruction] = field(default_factory=dict)
@@ -108,12 +114,12 @@ class Computation:
 
     @property
     def parameters(self) -> list[Instruction]:
-        """The parameters by number."""
+        """The parameter instructions, sorted by parameter number."""
         arguments = [i for i in self if i.opcode == "parameter"]
         return sorted(arguments, key=lambda i: int(i.arguments))
 
     def users(self) -> dict[str, list[Instruction]]:
-        """Returns, for each instruction name, the instructions that read it."""
+        """Returns, for the name of each instruction, the instructions that use its result."""
         users: dict[str, list[Instruction]] = {name: [] for name in self.instructions}
         for instruction in self:
             for name in dict.fromkeys(instruction.operands):
@@ -123,14 +129,14 @@ class Computation:
 
 @dataclass(slots=True)
 class Module:
-    """A module: computations by name, the entry's name, and the source lines of stack frames."""
+    """A module: computations by name, the name of the entry computation, and the source lines of stack frames."""
 
     computations: dict[str, Computation]
     entry: str
     frames: dict[int, tuple[str, int]]  # stack_frame_id -> (file, line), see `_frames`
 
     def source(self, instruction: Instruction) -> str:
-        """Returns the `file:line` that traced `instruction`, or ""."""
+        """Returns the source line from which `instruction` was traced, as `file:line`; "" if it is unknown."""
         direct = re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.text)
         if direct:
             return f"{direct[1]}:{direct[2]}"
@@ -172,7 +178,7 @@ def parse(text: str) -> Module:
 
 
 def _logical_lines(text: str) -> Iterator[str]:
-    """Yields lines. Joins the continuation lines of an instruction: attributes of kernels may contain newlines."""
+    """Yields lines, but each instruction as a single line, because attributes of kernels may contain newlines."""
     pending = ""
     for line in text.splitlines():
         starts = _INSTRUCTION.match(line)
@@ -200,7 +206,7 @@ def _instruction(name: str, rest: str) -> Instruction:
 
 
 def _add_element(computation: Computation, types: dict[str, str], name: str) -> None:
-    """Adds the get-tuple-element that the operand `tuple#index` stands for, unless it exists.
+    """Adds the get-tuple-element that the operand `tuple#index` stands for, unless that instruction exists.
 
     `types` maps each instruction name of the computation to text that begins with the instruction's shape.
     """
@@ -237,7 +243,7 @@ def _closing(text: str, opening: int) -> int:
 
 
 def shapes_of(text: str) -> tuple[Shape, ...]:
-    """Returns the arrays in the text of a shape, tuples flattened."""
+    """Returns the arrays in `text`, which spells a shape. A tuple is flattened."""
     return tuple(_shape(*leaf.groups()) for leaf in _LEAF.finditer(text))
 
 
@@ -251,8 +257,8 @@ def _shape(dtype: str, dims: str, layout: str | None) -> Shape:
 def _frames(text: str) -> dict[int, tuple[str, int]]:
     """Returns `stack_frame_id` -> (file, line), from the tables before the first computation.
 
-    Uses the call stack's innermost frame outside of installed packages, or else the innermost frame of all. XLA
-    stores the number of a frame's parent plus 1, so 1 means no parent.
+    The source line is that of the innermost frame of the call stack outside of installed packages or, if there is no
+    such frame, of the innermost frame. `parent_frame_id` is the parent's number plus 1, so 1 means no parent.
     """
     tables: dict[str, dict[int, str]] = {"StackFrames": {}, "FileLocations": {}, "FileNames": {}}
     rows: dict[int, str] = {}

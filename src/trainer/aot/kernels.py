@@ -3,7 +3,7 @@
 A Pallas kernel appears as a custom call. If the HLO text contains the author's `pl.CostEstimate`, the estimate is used.
 Otherwise, a formula chosen by the kernel's name computes the cost from the operands' shapes: the grid size times the
 cost of one execution of the body.
-On GPUs, cuBLAS products and cuDNN attention are custom calls, too.
+On GPUs, cuBLAS products and cuDNN attention are custom calls, too; they have their own formulas.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ _OUT_OF_VMEM = re.compile(
 
 
 class KernelCost(NamedTuple):
-    """The cost of one call. `bytes`: bytes read and written; None if each operand and result is accessed once."""
+    """The cost of one call. `bytes`: bytes read and written; None means one access per operand and result."""
 
     flops: float
     transcendentals: float
@@ -54,7 +54,7 @@ def tiles_fit() -> Iterator[None]:
 
 
 def computes(call: Instruction) -> bool:
-    """Returns whether a custom call may compute anything. Others only annotate memory or asynchronous operations."""
+    """Returns whether a custom call may compute anything. Other calls only annotate memory or async operations."""
     target = call.attribute("custom_call_target").strip('"')
     return target == PALLAS or target.startswith(("__", "xla.gpu", "triton", "cu", "onednn", "lapack", "mosaic"))
 
@@ -83,9 +83,9 @@ def _splash(products: int, suffix: str, resident: int = 2, keys_resident: bool =
       products: the number of matrix products per visited block of scores.
       suffix: the suffix of the names of the kernel's block sizes.
       resident: the number of tensors that keep one block in VMEM while blocks of two other tensors are streamed from
-        HBM. A block is read from HBM each time it is loaded.
-      keys_resident: whether blocks of keys and values are resident, and queries and the output's gradient are streamed;
-        otherwise the reverse.
+        HBM. The streamed blocks are read once for every visited block of scores.
+      keys_resident: if true, blocks of keys and values are resident, and blocks of queries and of the output's gradient
+        are streamed. If false, keys and values are streamed.
 
     If a row's queries are sharded over devices, the cost is the mean over the devices.
 
@@ -101,12 +101,12 @@ def _splash(products: int, suffix: str, resident: int = 2, keys_resident: bool =
         block_q, block_kv = (blocks.get(f"block_{side}{suffix}", length) for side in ("q", "kv"))
         keys = _length_and_width(key, "k", call)[0]
         rows, columns, shares = length // block_q, keys // block_kv, keys // length
-        # The grid is as wide as the row that visits the most blocks, so a window narrows it.
+        # The grid's width is the largest number of blocks that a row visits. A sliding window reduces it.
         grid = operands[0].dims if operands[0].dtype[0] in "su" else (rows, columns)
         steps = grid[-2] * shares if keys_resident else grid[-1]
         visited = heads * _visited(rows * shares, columns, block_q, block_kv, steps, keys_resident) / shares
         scores = visited * block_q * block_kv
-        # The fused kernel also returns the queries' gradient: a partial sum for each block of keys.
+        # The fused kernel also returns the queries' gradient, as one partial sum for each block of keys.
         fused = keys_resident and any(len(shape.dims) > len(query.dims) for shape in call.shapes)
         kept, streamed = (columns * block_kv, visited * block_q) if keys_resident else (length, visited * block_kv)
         read = width * (resident * heads * kept + 2.0 * streamed) * bits(query.dtype) / 8
@@ -117,7 +117,8 @@ def _splash(products: int, suffix: str, resident: int = 2, keys_resident: bool =
 
 
 def _length_and_width(shape: Shape, tensor: str, call: Instruction) -> tuple[int, ...]:
-    """Returns the number of tokens and the head width of queries (tensor "q") or keys ("k"), for either layout."""
+    """Returns the number of tokens and the head width of the queries (`tensor` is "q") or the keys ("k"), whose layout
+    depends on the call."""
     layout = re.search(rf'\\"{tensor}_layout\\": (\d+)', call.text)
     seq_minor = layout is not None and layout[1] == "2"  # QKVLayout.SEQ_MINOR
     return shape.dims[-2:][::-1] if seq_minor else shape.dims[-2:]
@@ -131,6 +132,7 @@ def _visited(rows: int, columns: int, block_q: int, block_kv: int, steps: int, k
     return sum(min(steps, -(-(i + 1) * block_q // block_kv)) for i in range(rows))
 
 
+# The comments list the matrix products of each kernel.
 FORMULAS: tuple[tuple[str, Formula], ...] = (
     (r"splash_\w*fwd", _splash(2, "", resident=1)),  # scores, output
     (r"splash_\w*dkv", _splash(4, "_dkv", keys_resident=True)),  # scores, dV, dP, dK
@@ -153,7 +155,8 @@ def _cudnn_attention(call: Instruction, operands: Sequence[Shape]) -> KernelCost
     Counts the scores that the causal mask, the window and the documents leave unmasked. The kernel computes
     slightly more, because it processes whole tiles. Document lengths are known only at run time; assuming equal lengths
     gives a lower bound.
-    Forward products: scores, results. Backward: scores, and the gradients of probabilities, values, queries and keys.
+    The forward kernel computes two products: scores and results. The backward kernel computes five: scores, and the
+    gradients of probabilities, values, queries and keys.
     """
     query, key, value = operands[:3]
     batch, length, heads, width = query.dims

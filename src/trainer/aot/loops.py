@@ -8,10 +8,10 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
 def trips(module: Module, computation: Computation, loop: Instruction) -> int | None:
-    """Returns the trip count of a `while` of `computation`, or None if the text does not determine it.
+    """Returns the trip count of `loop`, a `while` instruction in `computation`; None if the text does not determine it.
 
-    Uses `known_trip_count`, or a condition `i < limit` with a constant limit, where i starts at a constant and the body
-    adds a constant to i. `lax.scan` and the loops that the partitioner creates have this form.
+    The text determines the count by `known_trip_count`, or by a condition `i < limit` with a constant limit, if i
+    starts at a constant and the body adds a constant to i. `lax.scan` and the partitioner's loops have such conditions.
     """
     known = _TRIPS.search(loop.text)
     if known:

@@ -1,4 +1,4 @@
-"""HLO opcodes by cost."""
+"""HLO opcodes, classified by the cost of their instructions."""
 
 
 def _words(text: str) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""Operation counts of matrix products, from their shapes."""
+"""Operation counts of matrix products, computed from the shapes of their operands and results."""
 
 import functools
 import math
@@ -18,7 +18,8 @@ def dot(product: Instruction, left: Shape) -> float:
 
 
 def window(i: Instruction, name: str) -> list[str]:
-    """Returns the part `name` of `window={size=2x3 pad=0_1x0_0 stride=1x1}`, as one string per dimension."""
+    """Returns the value of `name` in an attribute such as `window={size=2x3 pad=0_1x0_0 stride=1x1}`, as one string per
+    dimension; [] if it is absent."""
     sizes = i.attribute("window").partition(f"{name}=")[2].split(" ")[0].rstrip("}")
     return sizes.split("x") if sizes else []
 
@@ -26,7 +27,8 @@ def window(i: Instruction, name: str) -> list[str]:
 def convolution(i: Instruction, left: Shape, right: Shape) -> float:
     """Returns the operation count of a `convolution`, excluding operations on padding.
 
-    On a TPU, matrix products are convolutions: their batch dimensions become windows with few valid positions.
+    On a TPU, matrix products are convolutions. Their batch dimensions become window dimensions, in which most positions
+    are padding.
     """
     inputs, rest = i.attribute("dim_labels").split("_")
     kernel, outputs = rest.split("->")
@@ -54,8 +56,9 @@ def convolution(i: Instruction, left: Shape, right: Shape) -> float:
 def groups(fusion: Instruction) -> int:
     """Returns the number of groups of a grouped product (`jax.lax.ragged_dot`) on a TPU; 1 for other fusions.
 
-    In the HLO text, the fusion multiplies every row by the matrix of every group, and masks the results. For each
-    group, the kernel visits only the row tiles that contain the group's rows (docs/experiments.md, 2026-11-29).
+    In the HLO text, the fusion multiplies every row by the matrix of every group, and masks the results. The kernel
+    that actually runs visits, for each group, only the row tiles that contain the group's rows (docs/experiments.md,
+    2026-11-29).
     """
     found = _GROUPS.search(fusion.text)
     return int(found[1]) if found else 1
@@ -75,7 +78,7 @@ def _valid_positions(size: int, kernel: int, output: int, stride: int, low: int,
     if kernel > output:
         kernel, spread, output, stride = output, stride, kernel, spread
     offset = np.arange(kernel, dtype=np.int64) * spread - low
-    # If the dilation divides o * stride + offset, it also divides the value at o + step.
+    # If the dilation divides o * stride + offset, it also divides (o + step) * stride + offset.
     common = math.gcd(stride, dilation)
     step = dilation // common
     residue = -(offset // common) * pow(stride // common, -1, step) % step

@@ -9,17 +9,17 @@ from jax.extend.core.primitives import name_p, remat_p, scan_p, sharding_constra
 
 
 def recomputed(jaxpr: Any, platform: str) -> dict[str, int]:
-    """Returns the named tensors that checkpointed blocks recompute in the backward pass. Each name maps to the bytes
-    per device that its tensors would take if the forward pass saved them.
+    """Returns the tensors with a `checkpoint_name` that checkpointed blocks recompute in the backward pass. Each name
+    maps to the bytes per device that its tensors would take if the forward pass saved them.
 
-    In a gradient's jaxpr, a `remat2` equation contains a block's recomputation: only the tensors that the backward pass
-    reads and the policy does not save. The equation is inside the loop over layers, which runs in reverse; tensors
-    count once per iteration, because they would be saved for every layer. The loop over microbatches runs forward;
-    tensors count once, because only one microbatch's tensors are live at a time.
+    In a gradient's jaxpr, a `remat2` equation contains the recomputation of a block, restricted to the tensors that the
+    backward pass reads and the policy does not save. This equation is inside the loop over layers, which runs in
+    reverse: a tensor counts once per iteration, because it would be saved for every layer. The loop over microbatches
+    runs forward: a tensor counts once, because only one microbatch's tensors are live at a time.
 
-    A tensor is assumed to have the sharding of the last sharding constraint on an array of its shape in its block.
-    Without such a constraint, it is assumed to have as few shards as the least sharded constrained array of the block.
-    In a shard_map, shapes are already per device.
+    A tensor is assumed to have the sharding of the nearest preceding array of the same shape that has a sharding
+    constraint in the same block. If there is no such array, the tensor is assumed to have the smallest number of shards
+    that a constrained array of the block has. In a shard_map, shapes are already per device.
 
     Args:
       jaxpr: the jaxpr of the step, as `jit(...).trace(...)` returns it.

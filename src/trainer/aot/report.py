@@ -1,4 +1,4 @@
-"""The report on a compiled step before it runs: memory, cost, estimated time."""
+"""Reports the memory, the cost and the estimated time of a compiled step, without running it."""
 
 import dataclasses
 import math
@@ -23,8 +23,8 @@ OUT_OF_MEMORY = re.compile(
     r"(?:CompileTimeHbmOom|Ran out of memory in memory space hbm).*?([\d.]+)([KMGT]?)\b", re.DOTALL
 )
 DOES_NOT_FIT = 3  # the exit code of a command whose compiled step does not fit
-LARGEST = 12  # the number of buffers in a report
-# The largest fraction of a GPU's memory to suggest: CUDA, NCCL and the programs themselves need the rest.
+LARGEST = 12  # the maximum number of buffers in a report
+# The largest memory fraction to suggest for JAX's allocator on a GPU: CUDA, NCCL and the compiled code need the rest.
 _MOST = 0.95
 # Instructions that XLA duplicated for lack of memory, and asynchronous copies of such instructions.
 _REMATERIALIZED = re.compile(r"^\s+(?:ROOT )?%[\w.-]+\.remat\d*[\w.-]* = ", re.MULTILINE)
@@ -55,7 +55,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Report:
-    """The report on one step on one topology. Numbers are per device."""
+    """The report on one step on one topology. Bytes and FLOPs are per device."""
 
     topology: str
     num_slices: int
@@ -67,7 +67,7 @@ class Report:
     hbm_bytes: int | None  # HBM of a device that programs can use; None for simulated devices
     fraction: float | None  # hbm_bytes as a fraction of a GPU's memory; None for other devices
     fits: bool | None
-    state: Mapping[str, int]  # bytes of parameters, optimizer, ...
+    state: Mapping[str, int]  # bytes of each argument of the step: parameters, optimizer, ...
     buffers: tuple[Buffer, ...]  # temporaries that are live at the peak
     cost: Cost
     rolled_flops: float
@@ -76,12 +76,13 @@ class Report:
     grad_dtype: str
     trace_seconds: float
     compile_seconds: float
-    rematerialized: int = 0  # instructions that XLA, not the configuration, recomputes to save memory
+    rematerialized: int = 0  # number of instructions that XLA itself recomputes to save memory
     suggestions: tuple[Suggestion, ...] = ()
 
     @property
     def fitting_fraction(self) -> float | None:
-        """The smallest sufficient fraction of a GPU's memory, rounded up to hundredths; None if unknown or too big."""
+        """The smallest fraction of a GPU's memory in which the step fits, rounded up to hundredths; None if the devices
+        are not GPUs, or if the fraction exceeds `_MOST`."""
         if self.hbm_bytes is None or self.fraction is None:
             return None
         fraction = math.ceil(100 * self.memory.peak * self.fraction / self.hbm_bytes) / 100
@@ -89,7 +90,7 @@ class Report:
 
     @property
     def gradients_reduced_in(self) -> list[str]:
-        """Returns the dtypes, in HLO's spelling, in which gradients are all-reduced, reduce-scattered or summed in a
+        """The dtypes, in HLO's spelling, in which gradients are all-reduced, reduce-scattered or summed in a
         ring."""
         sums = [each for each in self.cost.collectives if each.sums and each.size > 1024]
         return sorted({each.dtype for each in sums if any("transpose(" in source for source in each.sources)})
@@ -136,7 +137,7 @@ class Report:
 
 
 class Step(Protocol):
-    """A step to report on: `training.Run`, or a decode step."""
+    """The interface of steps to report on, such as `training.Run` and decode steps."""
 
     @property
     def config(self) -> Any:
@@ -147,7 +148,7 @@ class Step(Protocol):
         """The mesh of the devices."""
 
     def parts(self) -> Mapping[str, Any]:
-        """The step's arguments by name: trees of ShapeDtypeStructs with shardings. One name is "parameters"."""
+        """The step's arguments by name: trees of ShapeDtypeStructs with shardings. One of the names is "parameters"."""
 
 
 def make_report(
@@ -160,7 +161,7 @@ def make_report(
       compiled: the compiled step; None if it did not fit.
       failure: the compiler's message if the step did not fit.
       dump: the compiler's dumps.
-      seconds: the seconds that tracing took, and the seconds that compiling took.
+      seconds: (seconds of tracing, seconds of compiling).
       num_slices: the number of slices that contain the devices.
     """
     first = step.mesh.devices.flat[0]
@@ -171,10 +172,10 @@ def make_report(
     memory = memory_of(compiled) if compiled is not None else _memory_of_failure(failure, dump, sum(state.values()))
     # Prefer the dumped text: jaxlib cannot print every program of a newer libtpu (llama3.1-70b on v5p with 0.0.51).
     text = dump.optimized or (compiled.as_text() if compiled is not None else "")
-    # On GPUs, the optimized module is enough: it contains each collective once, in the form in which it runs.
+    # On GPUs, count collectives in the optimized module, which contains each one once, in the form in which it runs.
     partitioned = dump.partitioned if first.platform != "gpu" else ""
     cost = analyze(text, step.mesh, partitioned or None)
-    rolled = (compiled.cost_analysis() if compiled is not None else None) or {}  # None for absent GPUs
+    rolled = (compiled.cost_analysis() if compiled is not None else None) or {}  # no analysis for absent GPUs
     return Report(
         topology=step.config.compile_topology,
         num_slices=num_slices,
@@ -216,7 +217,8 @@ def memory_of(compiled: Any) -> Memory:
         outputs=stats.output_size_in_bytes,
         aliased=stats.alias_size_in_bytes,
         temporaries=stats.temp_size_in_bytes,
-        # The CPU compiler's peak omits temporaries. libtpu's peak omits fragmentation and includes other memories.
+        # Not the compiler's own peak: on CPUs, it omits temporaries; libtpu's omits fragmentation and includes other
+        # memory spaces.
         peak=taken + stats.temp_size_in_bytes,
         code=stats.generated_code_size_in_bytes,
         host=stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes,
@@ -224,7 +226,8 @@ def memory_of(compiled: Any) -> Memory:
 
 
 def _memory_of_failure(failure: str, dump: Dump, arguments: int) -> Memory:
-    """Returns the memory of a step that did not fit. The temporaries are from the buffer assignment or `failure`."""
+    """Returns the memory of a step that did not fit. The size of the temporaries is from the dumped buffer assignment
+    or, without one, from the compiler's message `failure`."""
     sizes = _TEMPORARIES.findall(dump.assignment)
     if sizes:
         temporary = max(map(int, sizes))

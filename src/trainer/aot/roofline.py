@@ -10,22 +10,22 @@ from trainer.aot.schedule import Rates, follow
 
 
 class Estimate(NamedTuple):
-    """Seconds of a step on one device.
+    """Seconds of a step on one device. The step has four parts: compute, memory, network and host.
 
     Attributes:
-      seconds: the largest part, a lower bound that assumes perfect overlap of all parts.
+      seconds: the time of the longest part, a lower bound that assumes perfect overlap of all parts.
       scheduled_seconds: the time of the compiler's schedule: the time of the instructions in sequence, plus
         exposed_network_seconds and exposed_host_seconds. It is between `seconds` and `serial_seconds`.
-      serial_seconds: the sum of the parts, as if nothing overlapped.
-      compute_seconds: time of matrix products at the peak for their dtype.
-      memory_seconds: time of HBM traffic at its bandwidth.
+      serial_seconds: compute + memory + ICI + DCN + host seconds, as if nothing overlapped.
+      compute_seconds: time of matrix products at the chip's peak rate for their dtype.
+      memory_seconds: time of HBM traffic at the HBM's bandwidth.
       network_seconds: the larger of ici_seconds and dcn_seconds.
       ici_seconds: time of collectives within a slice, in sequence.
       dcn_seconds: time of collectives between slices, in sequence.
       host_seconds: time of copies between the device and its host, in sequence.
       exposed_network_seconds: the part of ici_seconds + dcn_seconds for which the device waits.
       exposed_host_seconds: the part of host_seconds for which the device waits.
-      bound: the name of the largest part: "compute", "memory", "network" or "host".
+      bound: the name of the longest part: "compute", "memory", "network" or "host".
       lower_bound: whether all times are only lower bounds, because a loop with an unknown trip count counts once.
     """
 
@@ -47,14 +47,14 @@ class Estimate(NamedTuple):
 def estimate(cost: Cost, chip: Chip, devices: int, slices: int = 1) -> Estimate:
     """Returns the estimate of a step's time.
 
-    Assumptions: every part runs at its peak; elementwise operations cost only memory traffic; a collective uses rings
-    in both directions of one torus dimension, or of all dimensions if it spans all devices of a slice; rings are closed
-    (small slices lack the wraparound links and are half as fast); collectives share no links; latencies are zero.
-    Collectives that do not run in every step are left out. A collective over several slices runs within each slice
-    first, so that every device sends an equal share to other slices. A loop with an unknown trip count runs once.
+    Assumptions: every part runs at the chip's peak rate; elementwise operations cost only memory traffic; a collective
+    uses rings in both directions of one torus dimension, or of all dimensions if it spans all devices of a slice; rings
+    are closed (small slices lack the wraparound links and are half as fast); collectives share no links; latencies are
+    zero. Collectives that do not run in every step are left out. A collective over several slices runs within each
+    slice first, so that every device sends an equal share to other slices. A loop with an unknown trip count runs once.
 
-    The schedule is from the optimized module, but `cost.collectives`, from which the network time is computed, are
-    counted before optimization on TPUs. The exposed network time is therefore `ici_seconds + dcn_seconds` times the
+    The network time is computed from `cost.collectives`, which on TPUs are counted before optimization, whereas the
+    schedule is from the optimized module. The exposed network time is therefore `ici_seconds + dcn_seconds` times the
     fraction of the schedule's network time for which the device waits (1 if the schedule has no collectives). The
     scheduled time is clamped to the range from `seconds` to `serial_seconds`.
 
@@ -109,7 +109,7 @@ def _rates(chip: Chip, slice_devices: int) -> Rates:
 
 
 def _bytes(collective: Collective) -> tuple[float, float]:
-    """Returns the bytes that a device sends per step within its slice, and to other slices."""
+    """Returns the bytes that a device sends for a collective in one step: within its slice, and to other slices."""
     kind, slices = collective.kind, collective.slices
     if slices == 1:
         return collective.bytes, 0.0

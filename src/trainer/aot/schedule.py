@@ -1,18 +1,18 @@
 """The compiled program in the order in which a device runs it, and the time that the device waits for transfers.
 
 An optimized module lists the instructions of each computation in the compiler's order (`is_scheduled=true`). The
-device runs them one after the other. Each takes the time of its matrix products or of its HBM traffic, whichever is
-longer. Three links work in parallel with the device: ICI, DCN and the link to the host. A link serves one transfer at
-a time, in the order in which the transfers start. A transfer with separate start and end instructions overlaps the
-instructions between the two; at the end instruction, the device waits for the rest of the transfer. Any other transfer
-blocks the device until it is complete. The HBM traffic of a transfer, and of an asynchronous copy between HBM and VMEM,
-uses the HBM time that other instructions leave idle.
+device runs them one after the other. Each instruction takes the time of its matrix products or of its HBM traffic,
+whichever is longer. Three links work in parallel with the device: ICI, DCN and the link to the host. A link serves one
+transfer at a time, in the order in which the transfers start. A transfer with separate start and end instructions
+overlaps the instructions between the two; at the end instruction, the device waits for the rest of the transfer. Any
+other transfer blocks the device until it is complete. The HBM traffic of a transfer, and of an asynchronous copy
+between HBM and VMEM, uses the time in which other instructions leave HBM idle.
 
 Start and end instructions have these forms:
   `X-start` and `X-done` for a collective or a copy X.
   `async-start`, `async-update` and `async-done`. A called computation contains the operation.
-  Fusions on a TPU that contain the custom calls AsyncCollectiveStart and AsyncCollectiveDone. Fusions between the two
-    repeat the collective with the same channel_id.
+  On a TPU: a fusion that contains the custom call AsyncCollectiveStart, and one that contains AsyncCollectiveDone. The
+    fusions in between repeat the collective with the same channel_id.
   `send` and `recv-done` of MegaScale, for transfers between slices of TPUs.
 """
 
@@ -37,8 +37,8 @@ class Work(NamedTuple):
 
 
 class Start(NamedTuple):
-    """The start of transfers. A `Done` with the same key waits for them. `host_bytes` and `hbm_bytes` are the bytes
-    that the transfers access in host memory and in HBM."""
+    """The start of one or more transfers. A `Done` with the same key waits for them. `host_bytes` and `hbm_bytes` are
+    the bytes that the transfers access in host memory and in HBM."""
 
     key: str
     collectives: tuple[Collective, ...]
@@ -53,7 +53,7 @@ class Done(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """A loop that runs `body` `times` times."""
+    """A loop. Each of its `times` iterations consists of the events in `body`."""
 
     times: int
     body: "tuple[Event, ...]"
@@ -63,9 +63,9 @@ Event = Work | Start | Done | Loop
 
 
 def schedule_of(counter: Counter, mesh: Any = None) -> tuple[Event, ...]:
-    """Returns the events of one step, from the optimized module of `counter`. Of a conditional, only
-    the most expensive branch is included, without its collectives, which may not run in every step. `mesh`: see
-    `aot.collectives`."""
+    """Returns the events of one step, from the optimized module of `counter`. Of a conditional, only the most expensive
+    branch is included, without its collectives, which may not run in every step. `mesh`: as for
+    `aot.collectives.collectives`."""
     return tuple(_Reader(counter, mesh).events(counter.module.entry, False))
 
 
@@ -113,7 +113,7 @@ class _Reader:
                 yield Done(key)
 
     def _collectives(self, computation: Computation, i: Instruction) -> Iterator[Collective]:
-        """Yields the transfers of an instruction, except transfers that overlap several fusions."""
+        """Yields the transfers of an instruction, except collectives that start and end in different fusions."""
         if i.opcode.removesuffix("-start") in KINDS:
             yield from self._executed(computation, i)
         elif i.opcode in ("fusion", "fusion-start", "async-start"):
@@ -126,7 +126,7 @@ class _Reader:
             arrays = [computation.operands(i)[0].shape, *[r.shape for r in received]]
             size, slices = max(array.bytes for array in arrays), found[1].count(",") + 1
             kind = found[2].lower().replace("_", "-")
-            kind = kind if kind in KINDS else "collective-permute"  # ONE_TO_ONE
+            kind = kind if kind in KINDS else "collective-permute"  # the transfer type ONE_TO_ONE
             sent = moved(kind, size, slices)
             yield Collective(kind, kind in SUMS, arrays[0].dtype, (), slices, slices, size, 1, sent, ())
 
@@ -134,7 +134,7 @@ class _Reader:
         yield from (each for each in executed(self.layout, computation, collective) if each.devices > 1)
 
     def _marked(self, computation: Computation) -> dict[str, list[Instruction]]:
-        """Returns the collectives that a fusion starts ("Start") and finishes ("Done")."""
+        """Returns the collectives that a fusion starts (key "Start") and that it finishes (key "Done")."""
         found: dict[str, list[Instruction]] = {}
         for i in computation:
             if i.opcode == "custom-call" and (mark := _TARGET.search(i.text)):
@@ -164,8 +164,8 @@ class Rates(NamedTuple):
     """The speed of a device.
 
     Attributes:
-      products: returns the seconds of matrix products.
-      network: returns the seconds of a collective on ICI and on DCN.
+      products: a function that returns the seconds of matrix products, given their FLOPs by dtype.
+      network: a function that returns the seconds of a collective on ICI and on DCN.
       hbm_bandwidth: bytes per second of HBM.
       host_bandwidth: bytes per second of the link to the host.
     """
@@ -213,10 +213,11 @@ class _Clock:
         self.waited = {"network": 0.0, "host": 0.0}
         self.busy = {"network": 0.0, "host": 0.0}
         self.free = {"ici": 0.0, "dcn": 0.0, "host": 0.0}  # when each link becomes free
-        self.behind = 0.0  # HBM seconds of all transfers started so far
+        self.behind = 0.0  # seconds of HBM traffic of all transfers started so far
         self.served = 0.0  # the part of `behind` that HBM has served
         self.unused = 0.0  # seconds in which HBM was idle
-        self.ends: dict[str, tuple[float, str, float]] = {}  # key of a transfer in flight -> (end, kind, behind)
+        # The key of a transfer in flight -> (the time of its end, the kind of its link, `behind` after its start).
+        self.ends: dict[str, tuple[float, str, float]] = {}
 
     @property
     def now(self) -> float:
@@ -265,7 +266,10 @@ class _Clock:
         self.ends[start.key] = (*max(ends), self.behind)
 
     def _serve(self, link: str, ready: float, seconds: float) -> float:
-        """Returns when `link` completes a transfer that can start at `ready`. With 0 seconds, the link is not used."""
+        """Returns the time at which `link` completes a transfer of `seconds` that can start at the time `ready`.
+
+        A transfer of 0 seconds does not wait for the link.
+        """
         if not seconds:
             return ready
         self.busy["host" if link == "host" else "network"] += seconds
@@ -282,7 +286,7 @@ class _Clock:
         self.served += missing
 
     def _leave(self, seconds: float) -> None:
-        """Lets HBM serve the started transfers for `seconds` in which no instruction uses it."""
+        """Lets HBM serve the started transfers for `seconds` in which no instruction uses HBM."""
         used = min(seconds, self.behind - self.served)
         self.served += used
         self.unused += seconds - used

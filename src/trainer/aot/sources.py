@@ -23,12 +23,13 @@ def digest(root: Path, modules: Iterable[str], belongs: Callable[[str], bool]) -
 
 
 def source_files(root: Path, modules: Iterable[str], belongs: Callable[[str], bool]) -> list[Path]:
-    """Returns the files of `modules` and of all modules in `root` that they import, sorted.
+    """Returns the files of `modules` and of all modules in `root` that they import directly or indirectly, sorted.
 
     Args:
       root: the folder that contains the top-level modules and packages.
       modules: dotted names.
-      belongs: whether to follow imports of a top-level name; false for third-party packages.
+      belongs: returns whether to follow imports from a top-level package, given its name; false for third-party
+        packages.
     """
     imports = _Imports(root, belongs)
     for module in modules:
@@ -54,7 +55,8 @@ class _Imports:
         self.files.add(file)
         parts = module.split(".")
         packages = (self._file(".".join(parts[:depth])) for depth in range(1, len(parts)))
-        self.files.update(package for package in packages if package is not None)  # an import runs them first
+        # Importing a module first runs the __init__.py of each of its packages.
+        self.files.update(package for package in packages if package is not None)
         for node in self._nodes(file):
             if isinstance(node, ast.Import):
                 for alias in node.names:
@@ -81,7 +83,7 @@ class _Imports:
                     if (alias.asname or alias.name) == name:
                         self._name(_absolute(node, module, file), alias.name)
                         return
-        self.module(module)  # the package itself defines the name
+        self.module(module)  # `module` itself defines the name
 
     def _file(self, module: str) -> Path | None:
         if not self.belongs(module.partition(".")[0]):
@@ -90,7 +92,7 @@ class _Imports:
         return next((file for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()), None)
 
     def _nodes(self, file: Path) -> list[ast.AST]:
-        """Returns the imports in a file, and its constants, because a string may name a module to import."""
+        """Returns the imports and the constants in a file. A string constant may name a module to import."""
         if file not in self._parsed:
             kinds = (ast.Import, ast.ImportFrom, ast.Constant)
             self._parsed[file] = [n for n in ast.walk(ast.parse(file.read_bytes())) if isinstance(n, kinds)]

@@ -1,4 +1,8 @@
-"""Suggests settings to make a step fit, cheapest first; or, if it fits, a remat_policy that saves more tensors."""
+"""Suggests settings for a compiled step.
+
+If the step does not fit, the settings reduce its memory, cheapest first. If it fits, the setting is a remat_policy that
+saves more tensors.
+"""
 
 import re
 from collections.abc import Callable, Iterator
@@ -46,7 +50,7 @@ def suggest(
     arguments: int = 0,
     check: Callable[[dict[str, Any]], Any] | None = None,
 ) -> tuple[Suggestion, ...]:
-    """Returns settings that reduce a step's memory, cheapest first; () if it fits.
+    """Returns settings that reduce a step's memory, cheapest first; () if the step fits.
 
     The order: free changes, rematerialization, host offload, more sharding, smaller batches, fewer bits, shorter rows.
     The suggestions are alternatives: apply one of them and compile again to see how much it saves.
@@ -57,8 +61,8 @@ def suggest(
       available: bytes of memory on a device.
       arguments: the part of `needed` for arguments. If the arguments alone do not fit, only settings that shrink the
         train state are suggested.
-      check: called with all values of a changed configuration; should resolve it for the devices of its topology. If
-        `check` raises UserError, the change is not suggested.
+      check: called with all values of a changed configuration, to resolve them for the devices of the configuration's
+        topology. If `check` raises UserError, the change is not suggested.
     """
     if needed <= available:
         return ()
@@ -73,8 +77,9 @@ def affordable(config: Config, jaxpr: Any, platform: str, needed: int, available
     """Returns the remat_policy that recomputes least among the policies that save more tensors than `config`'s policy
     and fit with a margin; None if no policy qualifies or the answer is unknown.
 
-    The answer is unknown for policies that offload tensors or choose them one by one (custom), for tensors that only
-    `none` saves, for a pipeline that checkpoints each layer, and for rollouts, which need more memory.
+    The answer is unknown if `config`'s policy offloads tensors or chooses them one by one (custom), if a pipeline
+    checkpoints each layer, and with rollouts, which need more memory. The policy `none` is never returned, because the
+    size of the tensors that only `none` saves is unknown.
 
     Args:
       config: the resolved configuration.

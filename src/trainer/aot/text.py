@@ -75,7 +75,7 @@ def _buffers(report: Report) -> Iterator[str]:
     for buffer in report.buffers[:_SHOWN]:
         name = buffer.op_name or buffer.name
         name = name if len(name) <= 60 else f"...{name[-57:]}"
-        source = buffer.source.rpartition("/trainer/")[2]  # relative to this package, or the full path
+        source = buffer.source.rpartition("/trainer/")[2]  # relative to the package `trainer` if possible
         yield f"{gib(buffer.size):>12}  {buffer.shape:<26} {name}  {source}".rstrip()
 
 

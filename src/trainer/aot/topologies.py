@@ -1,4 +1,4 @@
-"""Devices that this machine lacks, for compilation only."""
+"""Returns the devices to compile for, which this machine may lack."""
 
 import importlib.util
 
@@ -24,12 +24,14 @@ def topology_of(config: Config) -> Topology:
     if not config.compile_topology:
         raise UserError("compile_topology is empty: give the devices to compile for, such as v5e-16, h100-8 or cpu-8")
     topology = find_topology(config.compile_topology)
-    assert isinstance(topology, Topology), topology  # the configuration was checked
+    assert isinstance(topology, Topology), topology  # the configuration has been checked, so the topology exists
     return topology
 
 
 def devices_of(topology: Topology, num_slices: int = 1) -> list[jax.Device]:
-    """Returns the devices of `num_slices` slices. CPU devices belong to this process. Others can only be compiled for.
+    """Returns the devices of `num_slices` slices of `topology`.
+
+    CPU devices are devices of this process. For TPUs and GPUs, the result can only be used to compile, not to run.
 
     Raises:
       UserError: the compiler for these devices is not installed, or this process has too few CPU devices.

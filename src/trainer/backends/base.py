@@ -16,10 +16,11 @@ from trainer.optim.schedule import on_schedule
 
 
 class TrainTree(NamedTuple):
-    """A train state in canonical form, which is the same for every combination of flags.
+    """A train state in canonical form, which is the same for every combination of the flags that select NNX or Linen.
 
-    `params` and `rest` are nested dicts with canonical names as keys. `rest` contains the state without gradients.
-    `opt_state` has optax's structure for `params`. Leaves may be arrays or placeholders for arrays (see `Permutation`).
+    `params` and `rest` are nested dicts with canonical names as keys. `rest` contains the model's state that has no
+    gradients. `opt_state` has optax's structure for `params`. Leaves may be arrays or placeholders for arrays (see
+    `Permutation`).
     """
 
     step: Any
@@ -29,12 +30,13 @@ class TrainTree(NamedTuple):
 
 
 class Model(Protocol):
-    """The model of one combination of flags, made from a resolved configuration."""
+    """The model of one combination of the flags that select NNX or Linen, made from a resolved configuration."""
 
     config: Config
-    param_axes: Any  # the tree of params with a `sharding.Axes` for each array; a parameter may be a pytree of arrays
-    rest_axes: Any  # the same for rest
-    abstract: tuple[Any, Any]  # (params, rest) in the structure of `init`, with a ShapeDtypeStruct at each leaf
+    # Trees like params and rest, with a `sharding.Axes` for each array. A parameter may itself be a pytree of arrays.
+    param_axes: Any
+    rest_axes: Any
+    abstract: tuple[Any, Any]  # the result of `init` with a ShapeDtypeStruct at each leaf
 
     def init(self, key: jax.Array) -> tuple[Any, Any]:
         """Returns the initial (params, rest), nested dicts with canonical names as keys.
@@ -58,7 +60,8 @@ class Model(Protocol):
         """Runs the model and returns (result, the sown values of the types in `capture`, the new cache).
 
         `method` is "hidden" (inputs: tokens, positions, segments, row; see `models.transformer`) or "head" (inputs:
-        hidden states; runs only the output head). `key`, `sampled`, `ranks` and `ahead` are arguments of "hidden".
+        hidden states; runs only the output head). `cache`, `key`, `sampled`, `ranks` and `ahead` are
+        passed only to "hidden".
         """
 
     def abstract_train_state(self, tx: optax.GradientTransformation) -> Any:
@@ -85,7 +88,7 @@ class Codec(Protocol):
         """Returns the canonical form of a native train state: a permutation of its leaves."""
 
     def pack(self, tree: Any) -> Any:
-        """Returns the inverse of `unpack`."""
+        """Returns the native train state whose canonical form is `tree`."""
 
 
 class StateCodec:
@@ -104,9 +107,9 @@ class StateCodec:
     def init(self, key: jax.Array, params: Any = None, rest: Any = None, step: Any = None) -> Any:
         """Returns a native train state with a new optimizer state.
 
-        It contains the canonical `params`, cast to the model's dtypes, and `rest`. If `params` or `rest` is None, it is
-        initialized with `key`. If `step` is given, the state and the learning-rate schedule continue at that step; all
-        other state of the optimizer and of the update rules is initial.
+        The state contains the canonical `params`, cast to the model's dtypes, and `rest`. If `params` or `rest` is
+        None, the model initializes it with `key`. If `step` is given, the state and the learning-rate schedule continue
+        at that step; all other state of the optimizer and of the update rules has its initial value.
         """
         abstract, initial = self.model.abstract
         drawn = None
@@ -124,7 +127,7 @@ class StateCodec:
         return self._leaves.unpack(native)
 
     def pack(self, tree: TrainTree) -> Any:
-        """Returns the inverse of `unpack`."""
+        """Returns the native train state whose canonical form is `tree`."""
         return self._leaves.pack(tree)
 
 

@@ -1,4 +1,4 @@
-"""The NNX model. Its native train state is a split TrainStateNNX, which is a flat nnx.State."""
+"""The NNX model. Its native train state is the nnx.State that results from splitting a TrainStateNNX."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ from trainer.sharding import Axes
 
 
 class NNXModel:
-    """The model of the combinations of flags with an NNX train state. See `Model`."""
+    """The `Model` of the combinations of flags that have an NNX train state."""
 
     decoder: type[Decoder] = Decoder
 
@@ -62,7 +62,7 @@ class NNXModel:
             return out, extra, cache
 
     def train_state_module(self, tx: optax.GradientTransformation) -> TrainStateNNX:
-        """Returns a TrainStateNNX of ShapeDtypeStructs. Its split state is the native train state."""
+        """Returns a TrainStateNNX of ShapeDtypeStructs. Splitting it returns the abstract native train state."""
         with tree_mode():
             return nnx.eval_shape(lambda module: make_train_state(nnx.clone(module), tx), self._module)
 
@@ -83,17 +83,19 @@ def canonical(path: Path, param_paths: set[Path]) -> Path:
     """
     root, *names = path
     if root == "optimizer":
-        return tuple(names[:-1])  # opt_state/... and step; the last entry is the Variable's value
+        return tuple(names[:-1])  # opt_state/... or step, without the last entry, which selects the Variable's value
     for end in range(len(names)):
         if tuple(names[:end]) in param_paths:
-            return ("params", *names[:end], *names[end + 1 :])  # a pytree's path continues after the entry of its value
+            # names[end] selects the Variable's value. If the value is a pytree, the path continues after this entry.
+            return ("params", *names[:end], *names[end + 1 :])
     return ("rest", *names[:-1])
 
 
 def axes_of_params(params: nnx.State, leading: Callable[[str], Sequence[str]]) -> dict:
     """Returns the logical axis names of each array in a model's Params, with the tree structure of params.
 
-    `leading(name)`: the leading axes of a parameter without axis names.
+    `leading` returns the leading axes of the parameter with a given name. They are used if the parameter has no axis
+    names.
     """
 
     def names(path: tuple[Any, ...], variable: nnx.Variable) -> Any:
@@ -103,7 +105,7 @@ def axes_of_params(params: nnx.State, leading: Callable[[str], Sequence[str]]) -
 
 
 def axes_of_buffers(rest: nnx.State) -> dict:
-    """Returns the logical axis names of each of a model's buffers; without names, each axis has the name None."""
+    """Returns the logical axis names of each of a model's buffers. If a buffer has no axis names, they are None."""
 
     def names(path: tuple[Any, ...], variable: nnx.Variable) -> Axes:
         given = variable.get_metadata().get("out_sharding")

@@ -1,4 +1,4 @@
-"""A permutation of leaves between two pytrees with the same paths."""
+"""A permutation of leaves between two pytrees that have the same paths, except for renaming."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,15 +12,16 @@ class Permutation:
     """Moves leaves between a native tree and a canonical tree. Leaves are matched by path, never by position.
 
     Both directions only reorder: no cast, no copy, no arithmetic. Leaves may be anything: arrays, abstract arrays,
-    PartitionSpecs, NamedShardings, None, pytrees. A tree only needs the same containers as the tree for which the
-    permutation was made.
+    PartitionSpecs, NamedShardings, None, pytrees. The permutation applies to all trees with the same containers as
+    the two trees for which it was made.
     """
 
     def __init__(self, native: Any, canonical: Any, rename: Callable[[Path], Path] = lambda path: path):
         """`rename` maps a path in `native` to the path of the same leaf in `canonical`.
 
         Raises:
-          ValueError: the two trees have different paths; the message lists the paths that are in only one tree.
+          ValueError: the renamed paths differ from those of `canonical`, or a path occurs twice; the message lists the
+            paths that are in only one tree.
         """
         self._native: Any  # a PyTreeDef; its stubs lack flatten_up_to
         self._canonical: Any

@@ -1,4 +1,4 @@
-"""Makes the model of a combination of flags."""
+"""Creates the model for the configured combination of the flags that select NNX or Linen."""
 
 import importlib
 
@@ -8,7 +8,7 @@ from trainer.config.keys import Config
 from trainer.models.families import check_products
 from trainer.ops.paths import by_name
 
-# Modules are imported when used, so that no combination loads the dependencies of another.
+# The modules are imported only when they are used, so that no combination loads the dependencies of another.
 MODELS = {
     "nnx": "trainer.backends.nnx_model:NNXModel",
     "nnx_linen_decoder": "trainer.linen.model:NNXLinenDecoder",
@@ -22,7 +22,7 @@ def make_model(config: Config) -> Model:
     """Returns the model for a resolved configuration.
 
     Raises:
-      UserError: a block or the family's rules for products are invalid.
+      UserError: a block has unsupported state, or one of the family's rules for products matches no parameter.
     """
     module, _, name = MODELS[combination(config)].partition(":")
     model: Model = getattr(importlib.import_module(module), name)(config)

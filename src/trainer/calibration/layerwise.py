@@ -5,9 +5,9 @@ inputs of its kernels, then with its quantized kernels, so that the next layer i
 will have in the quantized model. All kernels of a layer are calibrated from one recording pass, so a kernel does not
 compensate for the quantization errors of the layer's other kernels.
 
-Memory contains the parameters and statistics of one layer, and the layer's inputs and outputs for all batches. AWQ
-needs temporaries of 41 times the size of a kernel. GPTQ's Hessians, float32 [in, in] per kernel and expert, may be
-larger than the layer: for the output projections of 8 experts with 14,336 hidden units they take 6.6 GB.
+At any time, memory contains the parameters and statistics of one layer, and the layer's inputs and outputs for all
+batches. AWQ needs temporaries of 41 times the size of a kernel. GPTQ's Hessians, float32 [in, in] per kernel and
+expert, may be larger than the layer: for the output projections of 8 experts with 14,336 hidden units they take 6.6 GB.
 """
 
 import functools
@@ -42,21 +42,22 @@ from trainer.observe.text import clock
 from trainer.products.context import Context
 from trainer.products.plain import GroupedProduct, Kernel, Product, Rules, make_plain, maker
 
-# (canonical path, number) -> parameters, a nested dict. With a number: the parameters of one layer of the stack at that
-# path, as in ("decoder/layers", 3) or ("decoder/layers/layers_1", 0). With None: the parameters of a part outside of
-# the stacks, as in ("token_embedder", None) or ("decoder/decoder_norm", None).
+# Returns parameters as a nested dict, given a canonical path and a number. The number selects a layer of the stack at
+# the path; examples are ("decoder/layers", 3) and ("decoder/layers/layers_1", 0). If the number is None, the path is
+# that of a part outside of the stacks; examples are ("token_embedder", None) and ("decoder/decoder_norm", None).
 Read = Callable[[str, int | None], Mapping[str, Any]]
-# (canonical name, kernel [*groups, in, out], statistics) -> (stored form, the kernel that products use from now on).
+# Quantizes a kernel: (canonical name, kernel [*groups, in, out], statistics) -> (the stored form of the kernel, the
+# dequantized kernel that the layer uses from now on).
 Quantize = Callable[[str, jax.Array, Statistics], tuple[Any, jax.Array]]
 
 
 class Layer(NamedTuple):
-    """The result for one layer.
+    """The result of quantizing one layer or the output head.
 
     Attributes:
-      path, number: see `Read`; for the output head ("decoder/logits_dense", None).
+      path, number: the arguments of `Read` for the layer; ("decoder/logits_dense", None) for the output head.
       stored: the stored forms that `quantize` returned, by canonical name.
-      hidden: the hidden states [b, t, e] of each batch after this layer, the inputs of the next layer.
+      hidden: the hidden states [b, t, e] of each batch after this layer, which are the inputs of the next layer.
     """
 
     path: str
@@ -76,23 +77,25 @@ def calibrate(
     hessian: bool,
     say: Callable[[str], None] = lambda line: None,
 ) -> Iterator[Layer]:
-    """Quantizes the kernels whose canonical name is `chosen`, one layer after another.
+    """Quantizes the kernels for whose canonical name `chosen` returns True, one layer after another.
 
-    `quantize` is never called for the embedding table (tied head or not) or modules of multi-token prediction, even if
-    `chosen` selects them: they stay float, or the caller rounds them. The configuration's dropout, token dropping and
-    `quantization` have no effect. This runs on one device, so no mesh may be active.
+    `quantize` is never called for the embedding table (tied to the head or not) or for modules of multi-token
+    prediction, even if `chosen` selects them. The caller may leave them float or round them. The configuration's
+    dropout, token dropping and `quantization` have no effect. This runs on one device, so no mesh may be active.
 
     Args:
       config: the resolved configuration.
       batches: dicts with the fields inputs, inputs_position and inputs_segmentation, int [b, t].
-      read: called once for each layer, in the order of the forward pass, and for each part outside of the stacks.
+      read: returns parameters. It is called once for each layer, in the order of the forward pass, and for each part
+        outside of the stacks.
       rest: the canonical buffers of the whole model, such as biases of routers.
-      hessian: whether GPTQ's Hessians are recorded.
+      hessian: whether the statistics include the Hessians that GPTQ needs.
       say: called with a progress message for each layer, and with a note if experts received no tokens.
 
     Raises:
-      UserError: the family defines the product of a chosen kernel, no kernel is chosen, there is no text, or the model
-        uses weight sparsity. See also `models.matrices.matrix_names`.
+      UserError: the family defines the product of a chosen kernel, no kernel is chosen, the model uses weight sparsity
+        or a user's Linen block, every token is padding, or the hidden states need more than half of the host's
+        memory.
     """
     _check(config, chosen)
     contexts, hidden = texts = _embedded(config, batches, read)
@@ -114,7 +117,7 @@ def calibrate(
             left = (time.monotonic() - start) / done * (total - done)
             say(f"layer {done} of {total}, {clock(left)} left")
             yield Layer(block.path, number, stored, list(hidden))
-            del held, found, stored  # before the next layer is read
+            del held, found, stored  # frees memory before the next layer is read
     if not config.logits_via_embedding and chosen("/".join(head_matrix(config))):
         yield _head(config, texts, read, quantize, hessian)
 
@@ -173,9 +176,9 @@ def _embedded(config: Config, batches: Iterable[Mapping[str, Any]], read: Read) 
 
 
 class _Block:
-    """A block that records the inputs of its chosen kernels, under their names within the block.
+    """A block that records statistics of the inputs of its chosen kernels.
 
-    Equal blocks of a pattern share compiled programs.
+    Kernels have names relative to the block, so that equal blocks of a pattern share compiled programs.
     """
 
     def __init__(self, config: Config, make: Any, path: str, chosen: Callable[[str], bool], recorder: Recorder):
@@ -201,7 +204,8 @@ class _Block:
         return self.recorder.product(kernel, name) if name in self.kernels else make_plain(kernel, rngs=rngs)
 
     def variables(self, params: Mapping[str, Any], rest: Mapping[str, Any], number: int) -> dict[str, Any]:
-        """Returns the variables of one layer by name. `rest`: the buffers of the whole model."""
+        """Returns the variables of layer `number` by name. `params`: the layer's parameters; `rest`: all buffers of the
+        model."""
         buffers: Any = rest
         for name in self.path.split("/"):
             buffers = buffers.get(name, {})
@@ -220,7 +224,7 @@ class _Block:
         return found
 
     def quantize(self, held: dict[str, Any], found: Mapping[str, Statistics], quantize: Quantize) -> dict[str, Any]:
-        """Replaces the chosen kernels in `held`. Returns their stored forms by canonical name."""
+        """Quantizes the chosen kernels in `held`, in place. Returns their stored forms by canonical name."""
         stored = {}
         for name, kernel in self.kernels.items():
             stored[kernel.name], held[name] = _quantized(quantize, kernel, held[name], found[name])
@@ -253,13 +257,13 @@ def _record(
 def _traced(
     graphdef: Any, recorder: Recorder, states: list[nnx.State], x: jax.Array, context: Context
 ) -> tuple[jax.Array, dict[str, Statistics]]:
-    """Runs the block. All layers share one context, because `Context.at` changes only the dropout key (None here)."""
+    """Runs the block. Without dropout, all layers have the same context: `Context.at` changes only the dropout key."""
     with tree_mode():
         return recorder.collect(lambda: nnx.merge(graphdef, *states)(x, None, context)[0])
 
 
 def _values(state: nnx.State, tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the value in `tree`, a nested dict, of each variable of `state`, by the variable's name."""
+    """Returns the values that `tree`, a nested dict, contains for the variables of `state`, by the variables' names."""
 
     def at(path: Iterable[Any]) -> Any:
         found: Any = tree
@@ -276,7 +280,7 @@ def _name(path: Iterable[Any]) -> str:
 
 
 def _filled(state: nnx.State, values: Mapping[str, Any]) -> nnx.State:
-    """Returns `state` with `values`, a dict by variable name, as the values of its variables."""
+    """Returns `state` with new values. `values`: a dict from the name of each variable to its new value."""
     flat = nnx.to_flat_state(state)
     return nnx.from_flat_state([(path, variable.replace(values[_name(path)])) for path, variable in flat])
 
@@ -289,7 +293,8 @@ def _module(make: Callable[[nnx.Rngs], Any], params: Mapping[str, Any]) -> Any:
 
 
 def _quantized(quantize: Quantize, kernel: Kernel, value: Any, found: Statistics) -> tuple[Any, jax.Array]:
-    """Calls `quantize` for `value`, which `kernel` describes. The second result has the shape and dtype of `value`."""
+    """Calls `quantize` for the array `value` of a kernel. Returns the kernel's stored form, and its dequantized array
+    with the shape and dtype of `value`."""
     value = jnp.asarray(value)
     groups = (kernel.groups,) * bool(kernel.groups)
     stored, seen = quantize(kernel.name, value.reshape(*groups, math.prod(kernel.in_shape), -1), found)

@@ -1,4 +1,4 @@
-"""Quantizes the weights of a checkpoint, calibrated on text. Finished arrays are kept in files, not in memory."""
+"""Quantizes the weights of a checkpoint, calibrated on text. Quantized arrays are kept in files, not in memory."""
 
 import functools
 import math
@@ -24,10 +24,11 @@ Say = Callable[[str], None]
 
 
 class Calibrated:
-    """Quantized kernels of a model. A context manager that removes its files at exit."""
+    """The quantized kernels of a model, in temporary files. As a context manager, it removes the files at exit."""
 
     def __init__(self, kernels: Mapping[str, Kernel], storage: Storage, folder: Path):
-        """`folder`: for temporary files, as large as the stored model and the quantized model together."""
+        """`folder`: the folder for temporary files. They take at most the size of the float model and of the quantized
+        model together."""
         self._kernels, self._storage = kernels, storage
         self._folder = tempfile.TemporaryDirectory(prefix="calibration-", dir=folder)
         self._found: dict[str, dict[str, np.ndarray]] = {}
@@ -52,8 +53,8 @@ class Calibrated:
 
         Args:
           config: the resolved configuration of the float model.
-          stored: the stored form of each kernel, a pytree of ShapeDtypeStructs.
-          leaves: the float weights.
+          stored: for each kernel, by canonical name, a pytree of ShapeDtypeStructs that describes its stored form.
+          leaves: the float weights and the buffers, by canonical name.
           batches, say: see `calibrate`.
           algorithm: "awq" or "gptq".
         """
@@ -68,10 +69,10 @@ class Calibrated:
                 whole = self._of(name, stored[name])
                 for part, array in names_of(nested({name: value})).items():
                     whole[part][... if layer.number is None else layer.number] = array
-            del layer  # frees its hidden states
+            del layer  # frees the layer's hidden states
 
     def leaves(self, name: str) -> dict[str, np.ndarray]:
-        """Returns the parts of a kernel, memory-mapped from files, by name; {} if the kernel was not calibrated."""
+        """Returns the arrays of a kernel's stored form by name, memory-mapped; {} if the kernel was not calibrated."""
         return self._found.get(name, {})
 
     def _of(self, name: str, stored: Any) -> dict[str, np.ndarray]:
@@ -115,7 +116,7 @@ class _Reader:
             return leaf.read(leaf.dtype, _nothing)
         if len(leaf.parts) == leaf.shape[0] > 1:  # layers are stored one by one
             return leaf.parts[number]().reshape(leaf.shape[1:])
-        if name not in self._whole:  # single layers of this array cannot be read
+        if name not in self._whole:  # the layers are stored as one array, so it is read completely, but only once
             self._whole[name] = _on_disk(self._folder, leaf.shape, leaf.dtype)
             self._whole[name][...] = leaf.read(leaf.dtype, _nothing)
         return np.array(self._whole[name][number])
@@ -138,4 +139,4 @@ def _on_disk(folder: Path, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 
 def _nothing(size: int) -> None:
-    """Ignores the number of bytes read."""
+    """A progress callback that ignores the number of bytes read."""

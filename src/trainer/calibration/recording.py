@@ -23,21 +23,21 @@ from trainer.products.plain import EarlyReduction, Kernel, grouped_product, prod
 
 
 class Statistics(NamedTuple):
-    """Sums over the inputs x of a kernel, float32, without padding. Each expert counts only the tokens routed to it.
+    """Float32 sums over the inputs x of a kernel, excluding padding. Several input axes are merged into one.
 
-    Several input axes are merged into one.
+    The sums of an expert include only the tokens that are routed to it.
     """
 
     rows: jax.Array  # [*groups], the number of inputs
     absolute: jax.Array  # [*groups, in], sums of |x|
-    hessian: jax.Array | None  # [*groups, in, in], sums of x x^T; None: not collected
+    hessian: jax.Array | None  # [*groups, in, in], sums of x x^T; None if not collected
 
     def mean_abs(self) -> jax.Array:
         """Returns the mean of |x|: [*groups, in]; 0 for an expert without tokens."""
         return self.absolute / jnp.maximum(self.rows, 1)[..., None]
 
     def plus(self, other: "Statistics") -> "Statistics":
-        """Returns the statistics over the inputs of both."""
+        """Returns the statistics over the inputs of `self` and of `other`."""
         return jax.tree.map(jnp.add, self, other)
 
 
@@ -56,7 +56,10 @@ def of_rows(x: jax.Array, real: jax.Array, hessian: bool) -> Statistics:
 
 
 def of_groups(x: jax.Array, real: jax.Array, size_g: jax.Array, hessian: bool) -> Statistics:
-    """Returns the statistics of each group of rows. `x` is sorted by group; `size_g`: see `ops.grouped`."""
+    """Returns the statistics of each group of rows, excluding the rows for which `real`, bool [n], is false.
+
+    `x` [n, in] is sorted by group. `size_g`: the number of rows of each group.
+    """
     x, groups = jnp.where(real[:, None], x, 0), len(size_g)
     group_n = jnp.repeat(jnp.arange(groups), size_g, total_repeat_length=len(x))
 
@@ -68,7 +71,7 @@ def of_groups(x: jax.Array, real: jax.Array, size_g: jax.Array, hessian: bool) -
 
 
 def _summed(multiply: Callable[..., jax.Array], x: jax.Array, *how: Any) -> jax.Array:
-    """Returns sums of products of `x` with itself. Products of bfloat16 are exact in float32."""
+    """Returns sums of products of `x` with itself. The product of two bfloat16 values is exact in float32."""
     return multiply(x, x, *how, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
@@ -78,7 +81,7 @@ class Recorder:
     def __init__(self, hessian: bool):
         self.hessian = hessian
         self.found: dict[str, Statistics] = {}
-        self.routing: Routing | None = None  # of the MoE layer that is running
+        self.routing: Routing | None = None  # the routing of the MoE layer that is running
 
     def use_in(self, module: nnx.Module) -> None:
         """Prepares the experts in `module` to drop no tokens and to record their routing."""
@@ -116,7 +119,7 @@ class _Score:
 
 @dataclass(frozen=True)
 class _Dense:
-    """A `Product`."""
+    """A `Product` that records statistics."""
 
     recorder: Recorder
     name: str
@@ -138,7 +141,7 @@ class _Dense:
 
 @dataclass(frozen=True)
 class _Grouped:
-    """A `GroupedProduct`."""
+    """A `GroupedProduct` that records statistics."""
 
     recorder: Recorder
     name: str

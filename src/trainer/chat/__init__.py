@@ -1,1 +1,4 @@
-"""Conversations: templates, masks of trained tokens, pairs of answers. Import from its modules; none loads JAX."""
+"""Conversations as training data: chat templates, masks of trained tokens, and pairs of answers.
+
+Import from the modules of this package; none of them loads JAX.
+"""

@@ -1,4 +1,8 @@
-"""Reads conversations from records: a column of messages, a prompt and its completion, or a user function's result."""
+"""Reads conversations from records.
+
+A record has a column of messages, the columns of a prompt and its completion, or the columns of a prompt and two
+answers. A user's function can convert other records.
+"""
 
 import functools
 import re
@@ -21,7 +25,7 @@ Message = dict[str, Any]
 # ShareGPT's names for roles.
 _SHARED = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 _MARKS = re.compile(f"[{MARKS}]")
-# The columns that a user's function may return.
+# The sets of columns that a user's function may return: for a conversation, and for a pair of answers.
 _CONVERSATION = (("messages",), ("prompt", "completion"))
 _PREFERENCE = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))
 _HINT = "convert the data, or let your function convert them: formatting_func_path=package.module:function"
@@ -49,11 +53,12 @@ class Preference(NamedTuple):
 
 @dataclass(frozen=True)
 class Formatter:
-    """A user's function. It receives a dict of the columns and returns a dict with `messages`.
+    """A user's function that converts records: it receives a dict of columns and returns one, such as {messages: ...}.
 
     Attributes:
       path: package.module:function, or package.module.function as in MaxText.
-      kwargs: further arguments of the function. The JSON object in the file `template_path` becomes `template_config`.
+      kwargs: further arguments of the function. If they contain `template_path`, the path of a JSON file, the function
+        gets the file's JSON object as `template_config` instead.
     """
 
     path: str
@@ -69,7 +74,7 @@ class Formatter:
 
     @functools.cached_property
     def arguments(self) -> dict[str, Any]:
-        """The further arguments of the function."""
+        """The function's further arguments, with `template_config` instead of `template_path`."""
         given = dict(self.kwargs)
         if path := given.pop("template_path", None):
             given["template_config"] = read_object(local_path(str(path), "formatting_func_kwargs: template_path="))
@@ -81,7 +86,7 @@ class Formatter:
 
     @property
     def identity(self) -> Any:
-        """A JSON-compatible value that changes with the function's module."""
+        """A JSON-compatible value that changes if the function's path, arguments or source file change."""
         return [self.path, repr(self.arguments), source_hash(self.function)]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -91,11 +96,11 @@ class Formatter:
 def conversation(record: Record, columns: Sequence[str], formatter: Formatter | None) -> tuple[Conversation, int]:
     """Returns the conversation of a record and the number of replaced characters.
 
-    An empty conversation has no messages. U+FFFD replaces lone surrogates, and the noncharacters that templates use as
-    marks.
+    The conversation has no messages if the record has none, or if its prompt or completion is empty. U+FFFD replaces
+    lone surrogates, and the Unicode noncharacters with which `chat.template` marks text.
 
     Raises:
-      UserError: the record contains no conversation. The message names the record and what it contains instead.
+      UserError: the record contains no conversation. The error names the record and describes its content.
     """
     reader, named = _Reader(record), dict(zip(columns, record.values, strict=True))
     if formatter is not None:
@@ -115,10 +120,10 @@ def preference(record: Record, columns: Sequence[str], formatter: Formatter | No
     """Returns the two answers of a record, and the number of replaced characters (see `conversation`).
 
     If the record has a prompt, its answers may repeat the prompt. Otherwise, the prompt is the common beginning of both
-    answers. In conversations, the common beginning never includes the last message of an answer.
+    answers. If the answers are lists of messages, the prompt never includes the last message of an answer.
 
     Raises:
-      UserError: the record contains no pair. The message names the record and what it contains instead.
+      UserError: the record contains no pair. The error names the record and describes its content.
     """
     reader, named = _Reader(record), dict(zip(columns, record.values, strict=True))
     if formatter is not None:
@@ -157,7 +162,7 @@ class _Reader:
     def formatted(
         self, named: dict[str, Any], formatter: Formatter, forms: Sequence[tuple[str, ...]]
     ) -> dict[str, Any]:
-        """Returns the columns that a user's function returns, which must match one of `forms`."""
+        """Returns the columns that a user's function returns. They must include all columns of one of `forms`."""
         function, arguments = formatter.function, formatter.arguments
         try:
             result = function(named, **arguments)
@@ -181,20 +186,21 @@ class _Reader:
         return self.spoken(self.text(value, column), role)
 
     def said(self, value: Any, column: str) -> str | list[Message]:
-        """Returns text or messages. JSON text of messages is parsed."""
+        """Returns the text or the messages in `value`. Text that contains messages as JSON is parsed."""
         value = _value(value)
         text = self.text(value, column) if isinstance(value, str | bytes | None) else ""
         is_text = isinstance(value, str | bytes | None) and not (text.startswith("[") and _is_of_messages(text))
         return text if is_text else self.messages(value, column)
 
     def text(self, value: str | bytes | None, column: str) -> str:
-        """Returns the text of a value."""
+        """Returns `value` as text, in which invalid characters are replaced."""
         text, replaced = text_of(value, column, self.record)
         self.replaced += replaced
         return text
 
     def spoken(self, said: str | list[Message], role: str) -> list[Message]:
-        """Returns `said` if it is messages. Text becomes a single message; empty text becomes []."""
+        """Returns `said` unchanged if it is a list of messages. If it is text, returns a list with one message with
+        this text and the given role; [] if the text is empty."""
         if not isinstance(said, str):
             return said
         return [{"role": role, "content": self.clean(said)}] if said else []
@@ -229,7 +235,8 @@ class _Reader:
         return value
 
     def message(self, value: Any, where: str) -> Message:
-        """Returns a message as templates read it: a role, content (text or None), and other fields without None."""
+        """Returns a message in the form for templates: a role, content (text or None), and all other fields that are
+        not None."""
         if not isinstance(value, Mapping):
             raise self.error(f"{where} is {shortened(repr(value))}, not a message with role and content; {_HINT}")
         given = {str(key): item for key, item in value.items() if item is not None or key == "content"}
@@ -248,7 +255,7 @@ class _Reader:
         return {key: self.clean(item) for key, item in (given | {"role": role}).items()}
 
     def of_sharegpt(self, given: dict[str, Any], where: str) -> dict[str, Any]:
-        """Converts a message whose role and content are called from and value."""
+        """Converts a message in ShareGPT's format, in which the role is called `from` and the content `value`."""
         name = given["from"].decode(errors="replace") if isinstance(given["from"], bytes) else given["from"]
         if not isinstance(name, str) or name not in _SHARED or "value" not in given:
             raise self.error(
@@ -284,7 +291,7 @@ class _Reader:
         return value if isinstance(value, int | float | None) else str(value)
 
     def error(self, text: str) -> UserError:
-        """Returns the error, with the record's location."""
+        """Returns a UserError whose message begins with the record's location."""
         return UserError(f"{self.record.where}: {text}")
 
 
@@ -306,6 +313,6 @@ def _plain(value: Any) -> Any:
 
 
 def _value(value: Any) -> Any:
-    """Returns `_plain(value)`, but replaces a list of only one text by the text."""
+    """Returns `_plain(value)`. If that is a list that contains only one text, returns the text."""
     value = _plain(value)
     return value[0] if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | bytes) else value

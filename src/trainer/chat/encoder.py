@@ -22,7 +22,7 @@ from trainer.data.rendered import Encoded, Rendered, pattern
 from trainer.data.tokenizer import Tokenizer
 
 _FORMAT = 1  # increment it when the tokens or masks of the same conversation change
-SHOWN = 2000  # the maximum number of a conversation's characters in a message
+SHOWN = 2000  # the maximum number of characters of a conversation that an error shows
 
 
 class Example(NamedTuple):
@@ -35,12 +35,14 @@ class Example(NamedTuple):
 
 @dataclass(frozen=True)
 class ChatEncoder(Encoder):
-    """See `Encoder`. Nothing is added before or after a conversation: the template writes its complete text.
+    """An `Encoder` of conversations.
+
+    It adds no tokens before or after a conversation, because the template writes the complete text.
 
     Attributes:
       template: converts conversations to text.
       formatter: a user's function that converts records to messages.
-      longest: the number of targets after which a conversation is truncated; None if it continues in another row.
+      longest: the number of targets after which a conversation is truncated; None if it may continue in another row.
     """
 
     noun: ClassVar[str] = "conversation"
@@ -70,7 +72,7 @@ class ChatEncoder(Encoder):
         """See `Encoder.encode`. Skips conversations without a trained target.
 
         Raises:
-          UserError: names a record that is not a conversation, or that the template cannot render.
+          UserError: a record is not a conversation, or the template cannot render it; the error names the record.
         """
         examples = self.examples(records, counts)
         return [
@@ -83,13 +85,13 @@ class ChatEncoder(Encoder):
         return (len(example.learnt) for example in self.examples(records, counts) if example)
 
     def examples(self, records: Sequence[Record], counts: Counts) -> list[Example | None]:
-        """Returns the conversations of `records`, or None for records without messages. Errors are as in `encode`."""
+        """Returns the encoded conversation of each record; None if it has no messages. Errors are as in `encode`."""
         found = [self._of_record(record, counts) for record in records]
         encoded = iter(self.encoded([one for one in found if one]))
         return [one and next(encoded) for one in found]
 
     def encoded(self, found: Sequence[Turns]) -> list[Example]:
-        """Returns the conversations with their tokens."""
+        """Returns rendered conversations with their tokens and masks."""
         examples = []
         every = self._tokenizer.encode_rendered([one.rendered for one in found])
         for one, tokens in zip(found, every, strict=True):
@@ -153,7 +155,8 @@ class ChatEncoder(Encoder):
             )
 
     def document(self, example: Example, counts: Counts, record: Record) -> Document | None:
-        """Returns the document of a conversation; None if no target that fits a row is trained. Counts both cases."""
+        """Returns the document of a conversation. Returns None, and counts the conversation as skipped, if none of its
+        first `longest` targets is trained."""
         found, encoded, learnt = example
         loss = learnt[1:]
         if not loss[: self.longest].any():
@@ -170,7 +173,7 @@ class ChatEncoder(Encoder):
         return Document(encoded.ids, loss if self.masked else None)
 
     def notice_crossing(self, example: Example, counts: Counts, record: Record) -> None:
-        """Counts tokens that are only partly within trained text."""
+        """Counts tokens that begin before trained text and end within it."""
         found, encoded, _ = example
         crossing = sum(int(np.sum((encoded.starts < start) & (encoded.stops > start))) for start, _ in found.learnt)
         if crossing and self.completion_only:
@@ -212,7 +215,11 @@ def chat_encoder(config: Config, tokenizer: Tokenizer | None, columns: tuple[str
 
 
 def open_formatter(config: Config) -> Formatter | None:
-    """Returns the function at formatting_func_path; None without one. Raises UserError if it cannot be imported."""
+    """Returns the function at formatting_func_path; None if the key is empty.
+
+    Raises:
+      UserError: the function cannot be imported, or the file at its template_path cannot be read.
+    """
     path = config.formatting_func_path
     kwargs: Any = config.formatting_func_kwargs
     formatter = Formatter(path, kwargs.to_dict()) if path else None
@@ -222,9 +229,9 @@ def open_formatter(config: Config) -> Formatter | None:
 
 
 def open_template(config: Config, tokenizer: Tokenizer, *, today: bool = False) -> Template:
-    """Returns the template of chat_template or chat_template_path, else the tokenizer's, else the default.
+    """Returns the chat template: of chat_template or chat_template_path, or else the tokenizer's, or else the default.
 
-    Also sets it as the tokenizer's template. `today`: see `Template`.
+    Also makes it the tokenizer's template. `today`: whether templates print today's date.
 
     Raises:
       UserError: the template cannot be read.
@@ -248,7 +255,7 @@ def count_replaced(replaced: int, record: Record, counts: Counts) -> None:
 
 
 def _check_ids(encoded: Encoded, tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raises UserError if a token exceeds the model's vocabulary, for example a token added to the tokenizer."""
+    """Raises UserError if an id exceeds the model's vocabulary, for example that of a token added to the tokenizer."""
     most = int(encoded.ids.max(initial=0))
     if most >= vocab_size:
         name = next((name for name, i in tokenizer.markers.items() if i == most), "")
@@ -259,8 +266,11 @@ def _check_ids(encoded: Encoded, tokenizer: Tokenizer, vocab_size: int) -> None:
 
 
 class Prompts:
-    """Renders prompts as the user's message in a conversation, for generation. `own_template`: whether the model has a
-    template and was thus probably trained on conversations."""
+    """Renders prompts as the user's message in a conversation, for generation.
+
+    `own_template`: whether the template is not the default one, so that the model was probably trained on
+    conversations.
+    """
 
     def __init__(
         self,
@@ -270,19 +280,25 @@ class Prompts:
         *,
         today: bool = True,
     ):
-        """Reports which template is used. `today`: see `Template`. Raises UserError: see `open_template`."""
+        """Reports which template is used. Arguments and errors are as in `open_template`."""
         self.template, self._tokenizer = open_template(config, tokenizer, today=today), tokenizer
         self._vocab_size = config.vocab_size
         self.own_template = tokenizer.chat_template is not DEFAULT
         say(f"chat template: {self.template.where}")
 
     def tokens(self, prompt: str) -> list[int]:
-        """Returns the conversation's tokens up to the answer. Raises UserError if the template cannot render it."""
+        """Returns the tokens of a conversation that begins with `prompt`, up to the start of the assistant's turn.
+
+        Raises UserError if the template cannot render the conversation.
+        """
         return self.tokens_of(Record("prompt", ([{"role": "user", "content": prompt}],)))
 
     def tokens_of(self, record: Record) -> list[int]:
         """Renders the conversation, or the user's text, in the first column of `record`. Returns its tokens up to the
-        start of the assistant's turn. Raises UserError if it is no conversation, or the template cannot render it."""
+        start of the assistant's turn.
+
+        Raises UserError if the column contains no conversation, or if the template cannot render the conversation.
+        """
         value = record.values[0]
         if isinstance(value, str | bytes):
             record = Record(record.where, ([{"role": "user", "content": text_of(value, "prompt", record)[0]}],))
@@ -291,7 +307,10 @@ class Prompts:
 
     def answer_tokens(self, record: Record) -> list[int]:
         """Renders the answer in the second column as the assistant's turn. Returns the turn's tokens, including the
-        token that ends it; [] if the template changes the answer. The first column and errors: see `tokens_of`."""
+        token that ends it; [] if the template changes the answer.
+
+        The first column contains the prompt. Errors are as in `tokens_of`.
+        """
         (messages, _), _ = conversation(Record(record.where, record.values[:2]), ("prompt", "completion"), None)
         try:
             found = turns(self.template, messages, None, pattern(self._tokenizer.markers), len(messages) - 1)
@@ -306,7 +325,7 @@ class Prompts:
         return encoded
 
     def stop_tokens(self) -> list[int]:
-        """Returns the token that ends the assistant's turn; [] if the template writes none."""
+        """Returns a list of the token that ends the assistant's turn; [] if the template writes no such token."""
         said = [{"role": "user", "content": "A"}, {"role": "assistant", "content": "B"}]
         try:
             found = turns(self.template, said, None, pattern(self._tokenizer.markers))
@@ -319,8 +338,10 @@ class Prompts:
 
 
 def answer_of(record: Record, column: str, tokenizer: Tokenizer, chat: Prompts | None) -> list[int]:
-    """Returns the tokens of the answer in a record's second column, named `column`, and the token that ends it.
-    Returns [] for an empty answer. Errors are as in `prompt_of`."""
+    """Returns the tokens of the answer in a record's second column, including the token that ends the answer.
+
+    Returns [] for an empty answer. `column`: the name of the second column. Errors are as in `prompt_of`.
+    """
     text = text_of(record.values[1], column, record)[0]
     if not text:
         return []
@@ -330,7 +351,9 @@ def answer_of(record: Record, column: str, tokenizer: Tokenizer, chat: Prompts |
 
 
 def prompt_of(record: Record, column: str, tokenizer: Tokenizer, chat: Prompts | None) -> tuple[Any, list[int]]:
-    """Returns the prompt in a record's first column, which is named `column`, and its tokens; no tokens for empty text.
+    """Returns the prompt in a record's first column, and its tokens; no tokens for empty text.
+
+    `column`: the name of the first column.
 
     Raises:
       UserError: the prompt is neither text nor messages.

@@ -1,4 +1,7 @@
-"""Settings derived from the data if no key sets them: columns, and the row length of runs that start from a model."""
+"""Derives settings from the data if no key sets them.
+
+The settings are the columns and, for a run that starts from a model, the row length.
+"""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +26,7 @@ from trainer.data.sources import open_source
 from trainer.data.tokenizer import Tokenizer
 
 LENGTH = "max_target_length"
-EXAMINED = 2000  # records
+EXAMINED = 2000  # the number of records that determine the row length
 LONGEST_ROW = 2048  # tokens of one sequence; a row of pairs has twice this length
 COLUMNS = ("train_data_columns", "eval_data_columns")
 # The usual sets of columns for each command. The first set that exists in the data is used. Every command with rollouts
@@ -44,19 +47,22 @@ def taken(
     own_run: Callable[[Config], tuple[Mapping[str, Any], Any] | None],
     positions: Callable[[Config], int | None],
 ) -> Mapping[str, Any]:
-    """Sets the columns and, for a run from a model, `max_target_length`, if no key sets them. Returns the new values.
+    """Sets the columns and, for a run that starts from a model, `max_target_length`, if no key sets them.
 
-    A resumed run uses the values in its checkpoint. Otherwise, the columns are the first of CONVENTIONS that exist in
-    the data, and the length is that of the longest of the first EXAMINED records, but at most LONGEST_ROW and the
-    model's number of positions.
+    Returns the new values. A resumed run uses the values in its checkpoint. Otherwise, the columns are the first set in
+    CONVENTIONS that exists in the data. The length fits the longest of the first EXAMINED records, but is at most
+    LONGEST_ROW (twice that for pairs) and at most the model's number of positions.
 
     Args:
       say: called with a message for each new value.
-      own_run: returns the keys and the checkpoint of the run that the command resumes; None if it resumes no run.
-      positions: returns the text length for which the model at load_parameters_path was trained; None if unknown.
+      own_run: returns the configuration and the checkpoint of the run that the command resumes; None if it resumes no
+        run.
+      positions: returns the number of positions with which the model at load_parameters_path was trained; None if
+        unknown.
 
     Raises:
-      UserError: the model or the data cannot be read, columns must be given, or the length contradicts other keys.
+      UserError: the model or the data cannot be read, the data have none of the usual columns, or the length
+        contradicts other keys.
     """
     config = loaded.config
     by_function = config.formatting_func_path and not has_rollouts(config)
@@ -84,7 +90,7 @@ def taken(
 
 
 def _conventional(config: Config) -> list[str]:
-    """Returns the usual columns of the data; [] if the data have none of CONVENTIONS but the default column.
+    """Returns the usual columns that the data have; [] if the data have only the default column.
 
     Raises:
       UserError: the data have neither the usual columns nor the default column.
@@ -116,7 +122,7 @@ def _conventional(config: Config) -> list[str]:
 
 
 def _measured(config: Config, positions: Callable[[Config], int | None]) -> tuple[int, str]:
-    """Returns the row length that the data require and the reason; (0, "") without data."""
+    """Returns the row length that the data require, and the reason for it; (0, "") if the data have no records."""
     train, tokenizer = _opened(config)
     most = max(1, EXAMINED // len(train))
     lengths: list[int] = []
@@ -154,7 +160,8 @@ def _opened(config: Config) -> tuple[Sequence[Corpus], Tokenizer]:
 def _lengths(
     config: Config, tokenizer: Tokenizer, columns: tuple[str, ...]
 ) -> tuple[str, Callable[[Sequence[Record]], Iterator[int]]]:
-    """Returns the word for a record, such as "prompt", and a function that returns the token count of each record."""
+    """Returns what messages call a record, such as "prompt", and a function that returns the token count of each
+    record."""
     if has_rollouts(config):
         from trainer.chat.encoder import Prompts, prompt_of
 

@@ -1,7 +1,8 @@
 """Encodes pairs of answers as documents for preference optimization. `data.open_dataset` uses this encoder.
 
 The document of a pair is the chosen sequence, followed by the rejected one. Each sequence is a prompt and an answer;
-only the answer's targets bear loss. Conversations are rendered by the chat template; texts are used unchanged.
+only the tokens of the answer contribute to the loss. Conversations are rendered by the chat template; texts are encoded
+unchanged.
 """
 
 import bisect
@@ -33,7 +34,7 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class PairEncoder(ChatEncoder):
-    """See `Encoder`.
+    """An `Encoder` of pairs of answers.
 
     Attributes:
       row: the number of tokens of a row, which contains both sequences of a pair.
@@ -55,10 +56,11 @@ class PairEncoder(ChatEncoder):
         return super().identity | {"pairs": _FORMAT}
 
     def encode(self, records: Sequence[Record], counts: Counts) -> list[Document | None]:
-        """See `Encoder.encode`. Skips pairs that have nothing to train, or do not fit into a row.
+        """See `Encoder.encode`. Skips pairs that are too long, pairs of equal answers, and pairs in which an answer
+        has no trained tokens.
 
         Raises:
-          UserError: names a record that is not a pair, or that the template cannot render.
+          UserError: a record is not a pair, or the template cannot render it; the error names the record.
         """
         pairs = zip(self.pairs(records, counts), records, strict=True)
         return [pair and self.pair_document(pair, counts, record) for pair, record in pairs]
@@ -71,7 +73,7 @@ class PairEncoder(ChatEncoder):
         return _document(_parts(pair)).places(self.align)
 
     def pairs(self, records: Sequence[Record], counts: Counts) -> list[Pair | None]:
-        """Returns the pairs of `records`; None for one without a prompt or an answer. Errors are as in `encode`."""
+        """Returns the pair of each record; None if the prompt or an answer is empty. Errors are as in `encode`."""
         pairs: list[Pair | None] = []
         for record in records:
             found, replaced = preference(record, self.columns, self.formatter)
@@ -117,7 +119,7 @@ class PairEncoder(ChatEncoder):
         return Encoded.joined([before, encoded, after])
 
     def pair_document(self, pair: Pair, counts: Counts, record: Record) -> Document | None:
-        """Returns the document of a pair; None if it is skipped. Counts both cases."""
+        """Returns the document of a pair. Returns None, and counts the reason, if the pair is skipped."""
         for side in pair:
             self.notice_crossing(side, counts, record)
         parts = _parts(pair)
@@ -151,9 +153,10 @@ class PairEncoder(ChatEncoder):
         return found
 
     def _fitting(self, parts: "list[_Part]") -> "list[_Part] | None":
-        """Returns the two sequences, truncated to fit into a row; None if they do not fit.
+        """Returns the two sequences, truncated if necessary so that they fit into a row.
 
-        Truncates prompts at their beginning, then answers at their end. Both answers have the same maximum length.
+        Prompts are truncated at their beginning, then answers at their end. Both answers have the same maximum length.
+        Returns None if the sequences are too long and truncation is off, or if no token of an answer would remain.
         """
         prompts = [part.prompt for part in parts]
         fits = _document(parts).places(self.align) <= self.row
@@ -206,7 +209,7 @@ class _Part(NamedTuple):
         return int(np.argmax(self.learnt)) if self.learnt.any() else len(self.learnt)
 
     def with_prompt(self, most: int, first: int | None) -> "_Part":
-        """Returns the part with the last `most` prompt tokens. If the part begins with `first`, so does the result."""
+        """Keeps only the last `most` prompt tokens. If the part begins with the token `first`, so does the result."""
         kept = np.arange(max(0, self.prompt - most), len(self.ids))
         if kept[0] and self.ids[0] == first:
             kept[0] = 0

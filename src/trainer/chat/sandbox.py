@@ -2,8 +2,8 @@
 
 Jinja's own sandbox lets a template read only its inputs. This one also limits the number of turns: loop iterations and
 calls of macros, functions and filters. Before an operation whose result can be larger than its operands, it checks that
-the resulting text, list or integer is not too large. Each occurrence of a nested list counts with all values in it,
-because printing and comparing visit them all.
+the resulting text, list or integer is not too large. If a value contains the same list several times, the list's
+contents count once per occurrence, because printing and comparing visit every occurrence.
 """
 
 import contextlib
@@ -33,13 +33,13 @@ from trainer.config.limits import (
 
 _LOOKS = 256  # turns between two checks of the clock
 _SMALL = 1 << 12  # smaller texts do not count toward the total
-_VALUE, _REFERENCE = 64, 16  # sizes, in characters, of a visited value and of a reference to a value
+_VALUE, _REFERENCE = 64, 16  # sizes, in characters, that count for a visited value and for a reference
 _TEXT = (str, bytes, bytearray)
 _WIDE_FILTERS = ("center", "indent", "batch", "slice", "wordwrap")
 _WIDE_METHODS = ("ljust", "rjust", "center", "zfill", "expandtabs", "to_bytes")
 _WIDE = rf"\d{{{FORMAT_DIGITS + 1}}}"
 _WIDE_PERCENT = re.compile(rf"%(\(\w*\))?[-+ #0]*(\*|{_WIDE}|\d*\.(\*|{_WIDE}))")
-_WIDE_FIELD = re.compile(rf"\{{|{_WIDE}")  # searched in a field's format spec
+_WIDE_FIELD = re.compile(rf"\{{|{_WIDE}")  # searched for in the format spec of a replacement field
 
 
 class _Budget(threading.local):
@@ -49,8 +49,8 @@ class _Budget(threading.local):
 
 
 class _Code(jinja2.compiler.CodeGenerator):
-    """Generates code that also counts loop iterations and macro calls, and that checks the sizes of the results of `~`
-    and of list, tuple and dict literals."""
+    """Jinja's code generator, extended: the generated code counts loop iterations and macro calls, and checks the sizes
+    of the results of `~` and of list, tuple and dict literals."""
 
     def visit_For(self, node: nodes.For, frame: Any) -> None:
         super().visit_For(_counted(node), frame)
@@ -93,7 +93,7 @@ def _counted(node: Any) -> Any:
 
 
 class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """A sandbox with the limits in the module docstring. Call `begin` before each conversation."""
+    """A sandbox with the limits that the module docstring describes. Call `begin` before each conversation."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
     code_generator_class = _Code
@@ -101,7 +101,8 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def __init__(self, **settings: Any):
         super().__init__(**settings)
         self._budget = _Budget()
-        # Equal conversations must render to equal texts, hence no random output. pprint recurses, and is not needed.
+        # Functions with random output are removed, because equal conversations must render to equal texts. pprint is
+        # removed because it recurses and is not needed.
         del self.filters["random"], self.filters["pprint"], self.globals["lipsum"]
         self.filters = {name: self._guarded(name, function) for name, function in self.filters.items()}
 
@@ -112,7 +113,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     @property
     def turn(self) -> None:
-        """Counts a turn."""
+        """Counts a turn: a loop iteration or a call."""
         budget = self._budget
         budget.turns -= 1
         if budget.turns % _LOOKS == 0:
@@ -123,7 +124,8 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             raise _refused(f"it takes more than {TURNS:,} loop iterations and calls, or {SECONDS:g} s of CPU time")
 
     def made(self, size: int) -> None:
-        """Counts a text or list of `size` characters toward the limits. Call it before creating a large one."""
+        """Counts a text or list toward the limits. `size`: its size in characters. If it may be large, call this
+        before it is created."""
         if size > _SMALL:
             self._budget.made -= size
             if size > MADE_CHARACTERS or self._budget.made < 0:
@@ -144,7 +146,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return "".join(texts)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Returns the result of a binary operator. Raises SecurityError if it would be too large."""
+        """Returns the result of a binary operator. Raises SecurityError if the result would be too large."""
         if operator == "+" and isinstance(left, _TEXT) and isinstance(right, _TEXT):
             if len(left) + len(right) > _SMALL:
                 self.made(len(left) + len(right))
@@ -161,7 +163,8 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return self.binop_table[operator](left, right)
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Performs and counts a call in a template. Checks the result sizes of methods of texts and integers."""
+        """Counts a call in a template and performs it. Methods of texts and integers are called only if their results
+        are not too large."""
         budget = __self._budget
         budget.turns -= 1
         if budget.turns % _LOOKS == 0:
@@ -186,14 +189,15 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return value
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """Returns a version of the method str.format that refuses wide fields; None for other values."""
+        """If `value` is the method `format` of a text, returns a version of it that refuses wide fields. Otherwise,
+        returns None."""
         function = super().wrap_str_format(value)
         if function is None:
             return None
 
         def checked(*args: Any, **kwargs: Any) -> str:
             form = value.__self__
-            with contextlib.suppress(ValueError):  # `function` below raises it
+            with contextlib.suppress(ValueError):  # the call of `function` raises it
                 specs = [spec for _, _, spec, _ in string.Formatter().parse(form) if spec]
                 self._check_format(form, form.count("{"), any(map(_WIDE_FIELD.search, specs)), [args, kwargs])
             return function(*args, **kwargs)
@@ -228,7 +232,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.made(len(form) + fields * (10**FORMAT_DIGITS + _weight(given)))
 
     def _guarded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        passed = hasattr(function, "jinja_pass_arg")  # the first argument is the environment or the context
+        passed = hasattr(function, "jinja_pass_arg")  # whether the first argument is the environment or the context
 
         @functools.wraps(function)
         def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -253,7 +257,8 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 def _weight(value: Any) -> int:
-    """Returns the number of characters and values in `value`, at any depth; stops counting above MADE_CHARACTERS."""
+    """Returns the size of `value` in characters. A text counts its length. Any other value counts the lengths of all
+    texts in it, at any depth, and _VALUE for each value in it. Counting stops above MADE_CHARACTERS."""
     if isinstance(value, _TEXT):
         return len(value)
     total, level = 0, [value]
@@ -270,7 +275,7 @@ def _weight(value: Any) -> int:
 
 
 def _length_of(value: Any) -> int:
-    """Returns the size that `+` and `*` copy: the characters of a text, or the references in a list."""
+    """Returns the size, in characters, of what `+` and `*` copy: a text's characters, or a list's references."""
     return len(value) * _REFERENCE if isinstance(value, list | tuple) else _weight(value)
 
 

@@ -41,7 +41,8 @@ def conversations(config: Config, count: int, say: Say) -> None:
 
 
 def pairs(config: Config, count: int, say: Say) -> None:
-    """Prints the first `count` preference pairs in the same way: first prompt and chosen answer, then the rejected."""
+    """Prints the first `count` preference pairs like `conversations`. Prints two texts for each pair: the prompt with
+    the chosen answer, then the prompt with the rejected answer."""
 
     def shown(encoder: PairEncoder, record: Record, counts: Counts) -> str:
         (pair,) = encoder.pairs([record], counts)
@@ -80,15 +81,15 @@ def _marks() -> tuple[str, str]:
 
 
 def _facts(example: Example, kept: np.ndarray) -> str:
-    """Returns the numbers of all, of truncated and of trained tokens of a sequence, as text. `kept`: whether each token
-    is in the row, bool [n]; all false if the sequence is skipped."""
+    """Returns, as text, how many tokens a sequence has, how many of them are truncated, and how many are trained.
+    `kept`: whether each token is in the row, bool [n]; all false if the sequence is skipped."""
     lost = int((~kept).sum())
     cut = f", {lost:,} of them cut" if lost and kept.any() else ""
     return f"{counted(len(kept), 'token')}{cut}, {int(example.learnt[kept][1:].sum()):,} learnt"
 
 
 def _marked(example: Example, kept: np.ndarray) -> str:
-    """Returns the text with marks around trained characters. Truncated text is replaced by its number of tokens."""
+    """Returns the text with marks around trained characters. A truncated part is replaced by its number of tokens."""
     marks, skipped = _marks(), not kept.any()
     text, encoded = example.turns.rendered.text, example.encoded
     parts, end = [], 0

@@ -24,7 +24,7 @@ from trainer.data.rendered import Range, Rendered, pattern
 
 # The date that templates see during training. It is fixed, so that a run resumed on another day renders the same text.
 TRAINING_DATE = datetime.datetime(2026, 1, 1)
-# The template for tokenizers without one.
+# The template for tokenizers that have no template.
 DEFAULT = ChatTemplate(
     """\
 {{ bos_token }}
@@ -39,7 +39,7 @@ DEFAULT = ChatTemplate(
     "the default template",
 )
 # Temporary marks around `{% generation %}` text and around the names of special tokens in messages. Unicode reserves
-# these characters for internal use; `conversations` removes them from messages.
+# these characters for internal use; `trainer.chat.conversations` removes them from messages.
 _BEGIN, _END, _NAME, _NAME_END = MARKS = "\ufdd0\ufdd1\ufdd2\ufdd3"
 _PROBE = "a text that no template has"
 _MARK = re.compile(f"[{MARKS}]")
@@ -51,11 +51,12 @@ _ERRORS = (
 
 
 class TemplateFailed(UserError):
-    """A template cannot render a conversation."""
+    """The error if a template cannot render a conversation."""
 
 
 class _NoContent(jinja2.Undefined):
-    """Null or absent content, as in messages that only call tools. In a template, it `is none` and prints nothing."""
+    """The value of null or absent content, as in a message that only calls tools. In a template, it passes the test
+    `is none` and prints nothing."""
 
 
 class _Generation(jinja2.ext.Extension):
@@ -73,7 +74,8 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Jinja's namespace, but templates cannot set attributes that Python itself looks up, such as `__class__`."""
+    """Jinja's namespace, but it refuses attributes whose names begin with "_", because Python itself looks up some of
+    them, such as `__class__`."""
 
     def __init__(*args: Any, **kwargs: Any):
         for name in dict(*args[1:], **kwargs):
@@ -85,7 +87,7 @@ class _Namespace(jinja2.utils.Namespace):
         super().__setitem__(name, value)
 
     def __repr__(self) -> str:
-        return "<Namespace>"  # its content can be large
+        return "<Namespace>"  # the contents can be large
 
 
 def _check_name(name: Any) -> None:
@@ -97,19 +99,19 @@ class Template:
     """A chat template.
 
     Attributes:
-      texts: the text of the default template, followed by that of the template for tools, if there is one.
-      marks_generation: whether it marks the assistant's text with `{% generation %}`.
+      texts: the text of this template, followed by the text of its variant for conversations with tools, if it has one.
+      marks_generation: whether this template marks the assistant's text with `{% generation %}`.
     """
 
     def __init__(self, template: ChatTemplate, names: Mapping[str, str], special: Sequence[str] = (), *, today=False):
         """
         Args:
           names: the values of the variables bos_token, eos_token, ...
-          special: the names of special tokens. Within a message, they count as ordinary text.
+          special: the names of special tokens. In a message, these names are ordinary text.
           today: whether templates print today's date instead of TRAINING_DATE.
 
         Raises:
-          UserError: the template is too long, or not valid Jinja.
+          UserError: the template is too long, or is not valid Jinja.
         """
         self.text, self.where, with_tools = template
         if len(self.text) > TEMPLATE_CHARACTERS:
@@ -122,7 +124,7 @@ class Template:
         assert self._compiled
 
     def of(self, tools: Any) -> "Template":
-        """Returns the template to use for a conversation. `tools`: its tools, or None if it has none."""
+        """Returns the template to use for a conversation. `tools`: the conversation's tools, or None."""
         return self if tools is None or self._with_tools is None else self._with_tools
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Any = None, *, prompt: bool = False) -> Rendered:
@@ -144,7 +146,7 @@ class Template:
                 if (size := size + len(chunk)) > RENDERED_CHARACTERS:
                     raise jinja2.sandbox.SecurityError(f"the text has more than {RENDERED_CHARACTERS:,} characters")
             text = "".join(chunks)
-            text.encode()  # raises for half of a surrogate pair, which no tokenizer accepts
+            text.encode()  # raises UnicodeEncodeError for a lone surrogate, which no tokenizer accepts
         except _ERRORS as error:
             raise TemplateFailed(
                 f"the chat template ({self.where}) cannot render the conversation: "
@@ -167,7 +169,7 @@ class Template:
 
     @functools.cached_property
     def _takes_parts(self) -> bool:
-        """Whether the template renders content only if it is a list of parts, as templates of vision models may."""
+        """Whether the template renders content only if it is a list of parts, as some templates of vision models do."""
         message = {"role": "user", "content": _PROBE}
 
         def shows(message: Mapping[str, Any]) -> bool:
@@ -183,7 +185,7 @@ class Template:
         return pattern(self._special)
 
     def _named(self, value: Any) -> Any:
-        """Returns `value` with marks around the names of special tokens in its text."""
+        """Returns `value` with marks around the names of special tokens in all texts in it."""
         if isinstance(value, str):
             return self._names_in.sub(f"{_NAME}\\g<0>{_NAME_END}", value)
         if isinstance(value, Mapping):
@@ -219,7 +221,7 @@ def _without_marks(marked: str) -> Rendered:
 
 
 def _marked_parts(marked: str) -> Iterator[tuple[str, str]]:
-    """Yields each mark with the text up to the next mark. The first item is "" with the text before the first mark."""
+    """Yields each mark with the text up to the next mark. The first item is "", with the text before the first mark."""
     mark, end = "", 0
     for match in _MARK.finditer(marked):
         yield mark, marked[end : match.start()]

@@ -1,10 +1,11 @@
-"""Determines which characters of a rendered conversation are trained: the assistant's text, up to the end of its turn.
+"""Determines which characters of a rendered conversation are trained, that is, contribute to the loss: the assistant's
+text, up to the end of its turn.
 
 A template with `{% generation %}` marks these characters itself. Otherwise, each turn is located by two renderings. The
 first is what generation sees: it ends where the assistant's text begins. The second ends after the turn. The turn is
-the text that the second rendering adds to the first. The rendering of the complete conversation must begin with both.
-If it does not, the turn is not trained, because the model would see another text in training than in generation. This
-happens to all turns but the last if a template drops earlier reasoning.
+the text that the second rendering adds to the first. The rendering of the complete conversation must begin with both of
+these renderings. If it does not, the turn is not trained, because the model would see a different text in training than
+in generation. For example, if a template removes reasoning from earlier turns, these turns are not trained.
 """
 
 import re
@@ -16,7 +17,7 @@ from trainer.config.errors import shortened
 from trainer.config.words import visible
 from trainer.data.rendered import Range, Rendered
 
-_BEFORE, _AFTER = 20, 50  # characters that a message shows before and after the first difference
+_BEFORE, _AFTER = 20, 50  # characters that a message shows before and after the position of a difference
 
 
 class Turns(NamedTuple):
@@ -67,7 +68,8 @@ def turns(
 def _turn(
     template: Template, messages: Sequence[dict[str, Any]], tools: Any, i: int, whole: str, markers: re.Pattern[str]
 ) -> Range | str:
-    """Returns the range of message `i`'s turn, without white space after its last token; or why it is not trained."""
+    """Returns the range of the turn of message `i`, without white space after its last token, or a text that describes
+    why the turn is not trained."""
     try:
         before = template.render(messages[:i], tools, prompt=True).text
         upto = whole if i + 1 == len(messages) else template.render(messages[: i + 1], tools).text
@@ -78,7 +80,7 @@ def _turn(
     ends = [match.end() for match in markers.finditer(upto, len(before))][-1:]
     end = next((end for end in ends if not upto[end:].strip()), len(upto))
     if not whole.startswith(upto[:end]):
-        # Phi 3's template appends a token to the complete text. It is absent after the same turn in a longer text.
+        # Phi 3's template ends a rendering with a token that is absent after the same turn in a longer conversation.
         closed = [match.end() for match in markers.finditer(upto, len(before), _shared(upto, whole))][-1:]
         if not closed or markers.sub("", upto[closed[0] :]).strip():
             return f"generation sees {_difference(upto[:end], whole)}"
@@ -93,7 +95,7 @@ def _shared(one: str, other: str) -> int:
 
 
 def _difference(generated: str, trained: str) -> str:
-    """Returns a description for users of the first difference between two texts."""
+    """Returns a description of the first difference between two texts, for a message to the user."""
     at = _shared(generated, trained)
     here = slice(max(0, at - _BEFORE), at + _AFTER)
     return ", but training sees ".join(shortened(repr(visible(text[here]))) for text in (generated, trained))

@@ -24,7 +24,8 @@ _FLOATS = ("float32", "bfloat16")  # dtypes of parameters, the more precise one 
 
 
 def without_base(tree: T, names: Collection[Path]) -> T:
-    """Returns a canonical train state in which the parameters `names` and all of their state are None."""
+    """Returns the canonical train state `tree` with None in place of the parameters `names` and of their
+    optimizer state."""
     if not names:
         return tree
     return jax.tree_util.tree_map_with_path(lambda path, leaf: None if _owner(path_of(path), names) else leaf, tree)
@@ -36,8 +37,8 @@ def with_base(saved: Any, abstract: T, base: Mapping[Path, jax.Array]) -> T:
     Args:
       saved: the result of `without_base`.
       abstract: the complete state: a ShapeDtypeStruct with a sharding at each leaf.
-      base: the omitted parameters by path. Each of DiLoCo's islands gets a copy. The outer optimizer's state for them
-        is zero, because they never change.
+      base: the omitted parameters by path. Each of DiLoCo's islands gets a copy. The outer optimizer's state for
+        these parameters is zero, because they never change.
     """
 
     found = by_path(saved)
@@ -63,7 +64,8 @@ def _owner(path: Path, names: Collection[Path]) -> Path | None:
 
 
 def base_of(path: str, base: Mapping[Path, jax.Array]) -> Base:
-    """Returns the description of a base for a checkpoint. `path`: the source of its parameters; "": initial values."""
+    """Returns the description of a base model, which the checkpoints of its adapters contain. `path`: the folder with
+    the base's parameters; "" if they are initial values."""
     return Base(place_of(path) if path else "", digests(base))
 
 
@@ -75,9 +77,9 @@ def place_of(path: str) -> str:
 
 
 def digests(base: Mapping[Path, jax.Array]) -> dict[str, dict[str, str]]:
-    """Returns hashes of parameters by dtype and name: of the exact values for "float32", and of the values rounded to
-    bfloat16 for "bfloat16". If any parameter is bfloat16, "float32" is omitted. Equal values have equal hashes on every
-    mesh.
+    """Returns hashes of parameters by dtype and name. The hashes under "float32" are those of the exact values, and the
+    hashes under "bfloat16" are those of the values rounded to bfloat16. If any parameter is bfloat16, "float32" is
+    omitted. Equal values have equal hashes on every mesh.
     """
     kinds = _FLOATS[any(leaf.dtype == _FLOATS[1] for leaf in base.values()) :]
     names, leaves = ["/".join(path) for path in base], [*base.values()]
@@ -94,7 +96,7 @@ def _on_device(leaf: jax.Array) -> Any:
 
 
 def _sums(leaves: Sequence[Any], kinds: tuple[str, ...], start: int = 0) -> list[list[np.ndarray]]:
-    """Returns `_words` of each array, for each dtype in `kinds`. The arrays may be in host memory."""
+    """Returns the hash (`_words`) of each array, for each dtype in `kinds`. The arrays may be in host memory."""
     placed = [jax.device_put(leaf, _on_device(leaf)) if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
     return jax.device_get(_all_words(placed, kinds, np.uint32(start % (1 << 32))))
 
@@ -107,11 +109,12 @@ def _all_words(leaves: Sequence[jax.Array], kinds: tuple[str, ...], start: np.ui
 
 def _words(leaf: jax.Array, floats: jnp.dtype, start: np.uint32) -> jax.Array:
     """Returns two sums of the bits of all entries of `leaf`, weighted by position, uint32 [2]. Integer sums do not
-    depend on the summation order. `start`: the position of the first entry, if `leaf` is a part of an array."""
+    depend on the summation order. `start`: the position of the first entry of `leaf` in the array of which it is a
+    part."""
     if leaf.dtype in map(jnp.dtype, _FLOATS):
         leaf = leaf.astype(floats)
     elif jnp.issubdtype(leaf.dtype, jnp.integer):
-        leaf = leaf.astype(jnp.int8)  # int4, too, becomes int8
+        leaf = leaf.astype(jnp.int8)  # so int4 and int8 arrays with equal values have equal hashes
     bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")).astype(jnp.uint32)
     place = jnp.zeros(leaf.shape, jnp.uint32)
     for axis, size in enumerate(leaf.shape):
@@ -126,7 +129,7 @@ def check_base(
     found: Mapping[Path, jax.Array], base: Base, where: Any, what: str = _TRAINED, instead: str = _SAME
 ) -> None:
     """Compares loaded parameters with the base of the checkpoint `where`, if the base has digests. Ignores parameters
-    that only one side has. `what`, `instead`: phrases for the error message.
+    that only one of the two has. `what`, `instead`: phrases for the error message.
 
     Raises:
       UserError: parameters differ; the message names the first such parameter.
@@ -149,8 +152,9 @@ def _other_values(where: Any, base: Base, changed: str, what: str = _TRAINED, in
 
 
 def checked(name: str, leaf: Leaf, base: Base, where: Any) -> Leaf:
-    """Returns `leaf`, the parameter `name` of the base of the checkpoint `where`, with a check. Reading its last part
-    raises UserError if the values differ from the original base's; see `check_base`."""
+    """Returns `leaf` with a check of its values. `leaf` is the parameter `name` of a base model, whose original values
+    `base` describes. Reading the last part of the leaf raises UserError if the values differ from the original ones;
+    see `check_base`. `where`: the checkpoint that omits the base model."""
     kinds = {kind: base.digests[kind][name] for kind in _FLOATS if name in base.digests.get(kind, ())}
     if not kinds:
         return leaf

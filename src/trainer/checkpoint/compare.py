@@ -16,7 +16,7 @@ def check_dtypes(tree: Any) -> None:
     """Refuses a train state that cannot be saved, before the run begins.
 
     Raises:
-      UserError: no checkpoint can store an array's dtype; the message names the first such array.
+      UserError: an array has a dtype that cannot be stored in a checkpoint; the message names the first such array.
     """
     if odd := {name: leaf.dtype for name, leaf in by_name(tree).items() if str(leaf.dtype) in _UNSAVED}:
         name, dtype = next(iter(odd.items()))
@@ -28,13 +28,14 @@ def check_dtypes(tree: Any) -> None:
 
 
 def check_structure(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """Compares the leaves of the checkpoint at `path` with the leaves of the run's state, part by part.
+    """Compares the leaves of the checkpoint at `path` with the leaves of the run's state, field by field.
 
-    Returns the names of leaves that are bfloat16 in the checkpoint and float32 in the run's state. They are accepted,
-    because the conversion is exact.
+    Returns the names of leaves that are bfloat16 in the checkpoint and float32 in the run's state. These leaves are
+    accepted, because the conversion is exact.
 
     Raises:
-      UserError: leaves differ; names the first one, its shape and dtype on both sides, and the number of differences.
+      UserError: leaves differ; the message contains the name of the first one, its dtype and shape in both states, and
+        the number of the others.
     """
     there, here = _leaves(found), _leaves(wanted)
     differing = [name for name in dict.fromkeys([*here, *there]) if there.get(name) != here.get(name)]
@@ -70,5 +71,5 @@ def _described(leaf: Any) -> str:
     if _is_empty(leaf):
         return "empty"
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.eval_shape(jax.random.key_data, leaf)  # as stored on disk
+        leaf = jax.eval_shape(jax.random.key_data, leaf)  # the form that is stored on disk
     return f"{leaf.dtype}{list(leaf.shape)}"

@@ -1,4 +1,4 @@
-"""Disk errors of the checkpoint folder: a write test before training, and one message for each failure."""
+"""Handles disk errors in the checkpoint folder: tests the folder before training, and converts errors to messages."""
 
 import contextlib
 import functools
@@ -15,7 +15,7 @@ from trainer.runtime.storage import is_remote, remedy, remove_tree
 
 EXPIRED = ".expired"  # suffix of a folder that may be removed at any time
 _ORBAX = "/orbax/"  # part of the paths of Orbax's source files
-_BLOCK = 4096  # bytes; a full disk still accepts empty files
+_BLOCK = 4096  # bytes of the test file, which is not empty, because a full disk accepts empty files
 
 
 @contextlib.contextmanager
@@ -23,7 +23,8 @@ def disk_errors(directory: Any, before: int | None = None) -> Iterator[None]:
     """Converts errors of a full or unwritable disk to UserError. TensorStore raises such errors as ValueError with the
     system's error code. Errors caused by the loss of another process are not converted.
 
-    `before`: the folder's `identity` when the run began. If it has changed, all errors are attributed to this change.
+    `before`: the folder's `identity` when the run began. If the identity has changed, every error is converted to the
+    error that `moved` returns.
     """
     try:
         yield
@@ -41,7 +42,8 @@ def disk_errors(directory: Any, before: int | None = None) -> Iterator[None]:
 
 
 def identity(directory: Any) -> int | None:
-    """Returns a number that identifies a folder on this machine, even if it is renamed; None if it does not exist."""
+    """Returns a number that identifies a folder on this machine, even after it is renamed. Returns None if the folder
+    does not exist or is in a bucket."""
     return directory.stat().st_ino if not is_remote(directory) and directory.is_dir() else None
 
 
@@ -73,13 +75,13 @@ def check_writable(directory: Any, process: int) -> None:
       process: the index of this process. Each process uses a separate file name.
 
     Raises:
-      UserError: the file cannot be written, so no save could succeed.
+      UserError: the test file cannot be written, so no save could succeed.
     """
     trial = directory / f"trial-{process}{EXPIRED}"
     try:
         trial.parent.mkdir(parents=True, exist_ok=True)
         if not is_remote(trial) and trial.exists():
-            remove_tree(trial)  # left by a process that was killed here
+            remove_tree(trial)  # left by an earlier process that was killed during this test
         trial.mkdir(exist_ok=True)
         (trial / "file").write_bytes(bytes(_BLOCK))
         remove_tree(trial)
@@ -112,7 +114,8 @@ def _reason(error: Exception) -> str:
 
 
 class _Log(logging.Filter):
-    """Drops Orbax's log messages below CRITICAL. Keeps the first logged exception of the disk or of Orbax."""
+    """Drops Orbax's log messages below CRITICAL. Keeps the first logged exception that is a disk error or comes
+    from Orbax."""
 
     error: Exception | None = None
 
@@ -129,7 +132,7 @@ _LOG = _Log()
 
 
 def silence_orbax() -> None:
-    """Prevents Orbax from also printing tracebacks of exceptions that it raises."""
+    """Prevents Orbax from printing the tracebacks of exceptions that it also raises."""
     logger = logging.getLogger("absl")
     logger.addFilter(_LOG)  # adding it again has no effect
     logger.setLevel(logging.ERROR)
@@ -144,8 +147,8 @@ def forget_failures() -> None:
 def logged_failure() -> Exception | None:
     """Returns the first error that a thread of Orbax logged during the current save, or None.
 
-    With several processes, the save itself raises this error only after up to 20 minutes: its other threads wait for
-    other processes, which wait for the failed thread.
+    With several processes, it may take 20 minutes until the save itself raises this error: the save's other threads
+    wait for other processes, which wait for the failed thread.
     """
     return _LOG.error
 

@@ -1,13 +1,13 @@
 """The checkpoints of one run. Orbax writes them in the background, and commits each completely or not at all.
 
-checkpoints/N contains the train state after N updates in canonical form, independent of the run's combination:
+checkpoints/N contains the train state after N updates in canonical form, which is the same for NNX and Linen:
 - state/: {params, opt_state, step, rest}, with optax's structure in opt_state;
 - run/: the sidecar metadata (see `Sidecar`) and the metrics for retention;
 - sums.json: checksums.
 
 A save is committed by renaming its temporary folder to N, and a deletion begins by renaming N. So every folder
-named N was committed. Buckets have no rename: there, the file commit_success.txt marks a committed checkpoint. It is
-written last and deleted first.
+named N is a committed checkpoint. Buckets have no rename. In a bucket, the file commit_success.txt marks a committed
+checkpoint: it is written last and deleted first.
 """
 
 import concurrent.futures
@@ -79,7 +79,7 @@ class CheckpointManager:
         self._saving: Any = None  # the folder of the latest save
         self._thread = ThreadPoolExecutor(1, "checkpoints")
         self._ending: Future[None] | None = None  # done when the latest save has ended
-        self._lost = False  # whether to stop waiting, because a save failed or was interrupted here
+        self._lost = False  # whether to stop waiting for a save, because it failed or was interrupted in this process
 
     @property
     def latest(self) -> int | None:
@@ -91,13 +91,14 @@ class CheckpointManager:
         return self.directory / str(updates)
 
     def evaluated(self, updates: int, metrics: Mapping[str, Any]) -> None:
-        """Records the evaluation of a checkpoint for retention, if the checkpoint was saved without it."""
+        """Records a checkpoint's evaluation metrics for retention, if the checkpoint was saved without them."""
         found = standing(metrics, self._config)
         if self._losses.get(updates, found) is None and found is not None:
             self._losses[updates] = found
 
     def save(self, updates: int, tree: Any, sidecar: Sidecar, metrics: Mapping[str, float]) -> None:
-        """Starts to save `tree`, a canonical train state. Copies it before returning, so that a step may donate it.
+        """Starts to save `tree`, a canonical train state. Copies the state before returning, so that a step may donate
+        it.
 
         Raises:
           UserError: this checkpoint or the previous one could not be written. Committed checkpoints are intact.
@@ -105,7 +106,7 @@ class CheckpointManager:
         contents = {STATE: tree._asdict(), RUN: SidecarFiles(sidecar, metrics)}
         self.wait()
         if self._identity is not None and not self.directory.exists():
-            raise moved(self.directory)  # Orbax would create it again
+            raise moved(self.directory)  # otherwise Orbax would create the folder again
         forget_failures()
         self._saving = _being_saved(self.path(updates))
         with disk_errors(self.directory, self._identity):
@@ -153,7 +154,8 @@ class CheckpointManager:
         self.close()
 
     def _watch(self, ending: Future[None]) -> None:
-        """With several processes, waits for the end of a save, but raises an error of this process without waiting."""
+        """If there are several processes, waits for the end of a save, but raises an error of this process
+        immediately."""
         while jax.process_count() > 1 and concurrent.futures.wait([ending], _POLL).not_done:
             if error := logged_failure():
                 self._lost = True
@@ -166,8 +168,8 @@ class CheckpointManager:
     def _end(self, saving: Any, updates: int) -> None:
         """Waits for a save, then deletes expired checkpoints.
 
-        Orbax would delete checkpoints in place: if the process were killed meanwhile, the folder would look like a
-        damaged checkpoint.
+        Orbax does not delete them, because it would delete in place: if the process were killed during the deletion,
+        the folder would look like a damaged checkpoint.
         """
         if not is_first():
             try:
@@ -188,7 +190,8 @@ class CheckpointManager:
                 remove_tree(path.rename(path.with_suffix(EXPIRED)))
 
     def _found(self, say: Callable[[str], None]) -> list[tuple[str, float | None]]:
-        """Returns the names and standings of committed checkpoints. Removes remnants of other saves."""
+        """Returns the name and the `standing` of each committed checkpoint. Removes remnants of other saves and
+        deletions."""
         with read_errors(self.directory):
             found = committed(self.directory)
             for path in reversed(found):
@@ -206,7 +209,7 @@ class CheckpointManager:
             say(f"{path} was never committed: removed")
 
     def _loss(self, path: Any) -> float | None:
-        """Returns the `standing` of a checkpoint if it is known and retention needs it, else None."""
+        """Returns the `standing` of a checkpoint; None if it is unknown, or if retention does not need it."""
         if not self._config.keep_best_checkpoints:
             return None
         try:
@@ -232,7 +235,7 @@ def inspect(path: Any) -> Sidecar:
     """Verifies the checkpoint at `path`, a folder checkpoints/N, and returns its sidecar metadata.
 
     Raises:
-      UserError: a file of the checkpoint is damaged (the message names the first one), or MaxText wrote the checkpoint.
+      UserError: a file of the checkpoint is damaged (the message names it), or MaxText wrote the checkpoint.
     """
 
     from_first(lambda: refuse_maxtexts(path))
@@ -250,7 +253,7 @@ def restore(path: Any, abstract: T, say: Callable[[str], Any] = lambda line: Non
       say: receives a line if leaves are stored in bfloat16 but wanted in float32.
 
     Raises:
-      UserError: the checkpoint has another model or optimizer; the message names the first mismatch.
+      UserError: the checkpoint has a different model or optimizer; the message names the first mismatch.
     """
     wanted = _fields(abstract)
     with _context():
@@ -264,13 +267,15 @@ def restore(path: Any, abstract: T, say: Callable[[str], Any] = lambda line: Non
 
 
 def _fields(tree: Any) -> dict[str, Any]:
-    """Returns the fields of a train state that are not None. The state of DiLoCo's islands becomes a dict, too."""
+    """Returns the fields of a train state that are not None. The nested state of DiLoCo's islands is also
+    converted to a dict."""
     fields = {name: part for name, part in tree._asdict().items() if part is not None}
     return {name: _fields(part) if isinstance(part, TrainTree) else part for name, part in fields.items()}
 
 
 def _found_fields(found: Mapping[str, Any], tree: Any) -> dict[str, Any]:
-    """Returns the metadata in `found` of the `_fields` of `tree`; None for a field that the checkpoint lacks."""
+    """Returns the part of a checkpoint's metadata, `found`, for the `_fields` of `tree`; None for each missing
+    field."""
     fields = {name: part for name, part in tree._asdict().items() if part is not None}
     return {
         name: _found_fields(found.get(name) or {}, part) if isinstance(part, TrainTree) else found.get(name)
@@ -279,7 +284,7 @@ def _found_fields(found: Mapping[str, Any], tree: Any) -> dict[str, Any]:
 
 
 def _with_fields(tree: T, loaded: Mapping[str, Any]) -> T:
-    """Returns `tree` with its `_fields` replaced by the loaded ones."""
+    """Returns `tree` with its `_fields` replaced by the fields in `loaded`."""
     before = {name: getattr(tree, name) for name in loaded}
     parts = {
         name: _with_fields(part, loaded[name]) if isinstance(part, TrainTree) else loaded[name]
@@ -289,7 +294,8 @@ def _with_fields(tree: T, loaded: Mapping[str, Any]) -> T:
 
 
 def newest(path: Any) -> Any:
-    """Returns the newest committed checkpoint of a run's folder, or `path` itself if it is a checkpoint; else None.
+    """Returns the newest committed checkpoint in a run's folder `path`, or `path` itself if it is a committed
+    checkpoint. Returns None if there is no such checkpoint.
 
     Raises:
       UserError: see `check_folder`.
@@ -305,7 +311,7 @@ def newest(path: Any) -> Any:
 
 
 def committed(folder: Any) -> list[Any]:
-    """Returns the checkpoints in a folder of checkpoints, the newest last."""
+    """Returns the committed checkpoints in a folder of checkpoints, the newest last."""
     found = [path for path in entries(folder) if path.name.isdecimal() and path.is_dir() and _complete(path)]
     return sorted(found, key=lambda path: int(path.name))
 
@@ -353,10 +359,11 @@ def _context(before_commit: Callable[[], None] | None = None) -> ocp.Context:
     silence_orbax()
     context = ocp.Context()
     context.pytree.loading.partial_load = True  # reads only the wanted leaves
-    context.array.saving.use_compression = False  # takes a third of the time and 1/12 more disk space
-    # For smaller parts of a replicated array, compiling one slice per part takes longer than writing the array.
+    context.array.saving.use_compression = False  # saves in a third of the time, with 1/12 more disk space
+    # The minimum bytes of the parts into which a replicated array is split, so that several devices share the write.
+    # For smaller parts, compiling one slice per part takes longer than writing the array.
     context.array.saving.min_slice_bytes_for_replica_parallel = 1 << 20
     context.asynchronous.post_finalization_callback = before_commit
-    # Without this, threads that write into a folder wait forever if the folder cannot be created.
+    # Otherwise, threads that write into a folder wait forever if the folder cannot be created.
     context.asynchronous.create_directories_asynchronously = False
     return context

@@ -8,7 +8,8 @@ from trainer.config.keys import Config
 
 
 def standing(metrics: Mapping[str, Any], config: Config) -> float | None:
-    """Returns the value of keep_best_metric, negated for max, so that lower is better; None if absent or not finite."""
+    """Returns the value of the metric that keep_best_metric names; negated if the key begins with "max:", so that lower
+    is better. Returns None if the value is absent or not finite."""
     direction, _, name = config.keep_best_metric.partition(":")
     value = metrics.get(name)
     if not isinstance(value, int | float) or not math.isfinite(value):
@@ -20,9 +21,10 @@ def expired(losses: Mapping[int, float | None], config: Config) -> list[int]:
     """Returns the checkpoints that the configuration does not keep, the oldest first.
 
     Args:
-      losses: the `standing` of each checkpoint, by its number of updates; None if it was not evaluated.
-      config: keeps the newest `max_num_checkpoints_to_keep` (None: all), checkpoints at multiples of
-        `checkpoint_keep_period`, and the `keep_best_checkpoints` checkpoints with the lowest standing.
+      losses: the `standing` of each checkpoint, by its number of updates; None for a checkpoint that was not evaluated.
+      config: specifies the checkpoints to keep: the newest `max_num_checkpoints_to_keep` (None: all), those whose
+        number of updates is a multiple of `checkpoint_keep_period`, and the `keep_best_checkpoints` checkpoints with
+        the lowest standing.
     """
     if config.max_num_checkpoints_to_keep is None:
         return []

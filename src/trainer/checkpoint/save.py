@@ -40,15 +40,15 @@ def maybe_save_checkpoint(
     """Saves the native train state if a checkpoint is due. All saves of a run go through this function.
 
     Args:
-      manager: saves the checkpoint. With None, nothing is saved.
-      state: native; its arrays may be donated after the call.
-      updates: the number of updates in `state`, if the caller counts them. With None, each call reads the state's step,
-        which waits for the device. Before a save, the number is always compared with the step.
+      manager: saves the checkpoint. If None, nothing is saved.
+      state: the native train state. Its arrays may be donated after the call.
+      updates: the number of updates of `state`, if the caller counts them. If None, each call reads the state's step,
+        which waits for the device. Before a save, the number of updates is always compared with the step.
       sidecar: returns the metadata to save with the state.
       initial: see `is_due`.
-      force: saves even if no checkpoint is due, because the run ends.
-      before: called before a due save begins. It syncs to disk the files whose contents the checkpoint covers, and
-        returns the metrics for retention.
+      force: whether to save even if no checkpoint is due, because the run ends.
+      before: called just before a save begins. It syncs the files that report the steps before this checkpoint to disk,
+        and returns the metrics for retention.
       unsaved: the parameters to omit, together with their state.
 
     Returns:

@@ -20,18 +20,18 @@ class Base(NamedTuple):
     """Parameters that a run reads but neither changes nor saves."""
 
     path: str  # the folder that contains them; "": initial values from init_weights_seed
-    digests: Mapping[str, Mapping[str, str]]  # hashes of their values (`base.digests`)
+    digests: Mapping[str, Mapping[str, str]]  # hashes of their values; see `trainer.checkpoint.base.digests`
 
 
 class Sidecar(NamedTuple):
     """The content of checkpoints/N/run."""
 
     config: str  # config.yml: the resolved configuration
-    position: Any  # the position in the data after the last batch in the state; JSON
+    position: Any  # the position in the data after the last batch that the state was trained on; JSON
     fingerprint: str  # the fingerprint of the data and the tokenizer to which `position` refers
-    tokenizer: Mapping[str, bytes]  # the files of the tokenizer and of `About`, by path within the tokenizer's folder
+    tokenizer: Mapping[str, bytes]  # the files of the tokenizer and of `leaves.about`, by path in the folder TOKENIZER
     versions: Mapping[str, str] = installed()  # see `runtime.versions`; empty if the checkpoint has none
-    base: Base | None = None  # for a run with adapters, whose checkpoints omit the base's parameters
+    base: Base | None = None  # the base model, which the checkpoints of a run with adapters omit
     reference: Base | None = None  # for a run with a reference model: its values of the trained parameters
 
 
@@ -104,7 +104,7 @@ def _base(folder: Any, data: Mapping[str, Any], name: str) -> Base | None:
 def _data_file(process: int) -> str:
     """Returns the name of the file with a process's position.
 
-    In a stream, each process has a separate position. Prepared data have a single position, in process 0's data.json.
+    With streamed data, each process has a separate position. Prepared data have a single position, in process 0's file.
     """
     return DATA if process == 0 else f"data-{process}.json"
 

@@ -1,8 +1,8 @@
 """Checksums of a checkpoint's files: written before the checkpoint is committed, and verified before it is read.
 
 The arrays on disk contain no checksums: without separate ones, a changed byte would silently change a parameter. For
-files in a bucket only sizes are compared, because the store keeps checksums itself. Several processes share the work:
-each computes checksums of the files that it wrote, and verifies an equal share of all files.
+files in a bucket, only sizes are compared, because the object store itself keeps checksums. Several processes share the
+work: each computes checksums of the files that it wrote, and verifies an equal share of all files.
 """
 
 import json
@@ -37,8 +37,8 @@ def write_sums(
     """Writes the size and CRC-32 of every file in `folder` to sums.json in `folder`.
 
     Args:
-      process: this process's index among `processes`. All processes call this, the first one after every file is
-        written. Each computes checksums of the files that it wrote, and the first process merges them.
+      process: this process's index among `processes`. Every process calls this function; the first process calls it
+        after all files are written. Each computes checksums of the files that it wrote, and the first merges them.
       meet: a barrier that returns when every process has called it with the same name.
     """
     place = "/".join(absolute(folder).parts[-3:])  # without the mount point, which may differ between hosts
@@ -115,12 +115,12 @@ def damaged(folder: Any, name: str, what: str) -> UserError:
 
 
 def _files(folder: Any) -> list[str]:
-    """Returns the files that have checksums."""
+    """Returns the names of the files in `folder` that must have checksums."""
     return [name for name in files_below(folder) if not _WITHOUT.fullmatch(name)]
 
 
 def _writer(name: str) -> int:
-    """Returns the number of the process that wrote a file; 0 if the name does not state it."""
+    """Returns the number of the process that wrote a file; 0 if the file's name does not contain it."""
     found = _WRITER.search(name)
     return int(found[1]) if found else 0
 

@@ -32,7 +32,7 @@ _PARTS = {
 
 
 def compare_checkpoints(left: str, right: str, tolerance: Tolerance, say: Callable[[str], None]) -> Report:
-    """Compares names, shapes, dtypes and values. Host memory holds at most two leaves.
+    """Compares the names, shapes, dtypes and values of the leaves. At most two leaves are in host memory at a time.
 
     Args:
       left, right: a run's folder (its newest checkpoint is compared), one of its checkpoints/N, or the output of
@@ -47,7 +47,7 @@ def compare_checkpoints(left: str, right: str, tolerance: Tolerance, say: Callab
     trees = [_tree(left), _tree(right)]
     readers = [orbax.readers(tree) for tree in trees]
     parts = [{name.partition("/")[0] for name in reader} for reader in readers]
-    # A side may contain only parameters. Its missing optimizer state is not a difference.
+    # If one side contains only parameters, the optimizer state that it lacks is not a difference.
     both = parts[0] & parts[1] if {"params"} in parts else parts[0] | parts[1]
     quantities = []
     for part, words in _PARTS.items():
@@ -61,7 +61,7 @@ def compare_checkpoints(left: str, right: str, tolerance: Tolerance, say: Callab
 
 
 def _tree(given: str) -> Any:
-    """Returns the folder of the Orbax tree or checkpoint in the folder that the user gives."""
+    """Returns the folder to compare, given a folder from the user: the Orbax tree of an export, or a checkpoint."""
     folder = storage.folder(given)
     check_folder(folder, [CONFIG])
     if (folder / TREE).is_dir() and (folder / CONFIG).is_file():
@@ -90,5 +90,6 @@ def _differences(part: str, readers: Sequence[Readers], tolerance: Tolerance) ->
 
 
 def _layers(name: str) -> Iterable[int] | None:
-    """Returns the layer numbers of a stacked array, counted within the stack; None for an array outside of stacks."""
+    """Returns the layer numbers of a stacked array, which begin at 0 in each stack; None for an array without
+    layers."""
     return itertools.count() if in_stack(name) else None

@@ -9,15 +9,15 @@ import numpy as np
 
 from trainer.compare.summary import Summary, cut, digest, numbered, part
 
-# Maps an array's name to the numbers of the layers along its first axis; None: the array is not stacked.
+# Maps an array's name to the numbers of the layers along its first axis, or to None if the array is not stacked.
 Layers = Callable[[str], Iterable[int] | None]
 
 
 class Tolerance(NamedTuple):
     """Tolerances for the comparison of two arrays.
 
-    Elements may differ by at most `atol`, or by at most `rtol` times the largest magnitude in both arrays. If both are
-    0, only bit-identical arrays are equal. Integers and bools must be equal in any case.
+    Elements may differ by at most `atol`, or by at most `rtol` times the largest magnitude in the two arrays. If `atol`
+    and `rtol` are 0, only bit-identical arrays are equal. Integers and bools must always be equal.
     """
 
     rtol: float = 0.0
@@ -35,12 +35,12 @@ class Difference(NamedTuple):
       layer: the layer number; None for an array without layers.
       bits: whether both sides have the same dtype and the same bits.
       equal: whether both sides have the same bits, or are equal within the tolerance.
-      absolute: the largest absolute difference of corresponding elements; infinite if a differing element is not
-        finite, or if the arrays cannot be subtracted, for the reason in `note`.
-      relative: `absolute` divided by the largest magnitude in both arrays.
-      note: a difference other than of values: another dtype or shape, or an array that one side lacks.
-      summaries: statistics of both sides, if they differ and the record contains a checksum instead of the array.
-        `absolute` and `relative` are then infinite.
+      absolute: the largest absolute difference of corresponding elements. It is infinite if a differing element is not
+        finite, or if the arrays cannot be subtracted; `note` then contains the reason.
+      relative: `absolute` divided by the largest magnitude in the two arrays.
+      note: a difference in something other than values: in dtype or shape, or an array that one side lacks.
+      summaries: statistics of both sides, if the sides differ and the left side is a record that contains only a
+        checksum of the array. In this case, `absolute` and `relative` are infinite.
     """
 
     name: str
@@ -54,14 +54,14 @@ class Difference(NamedTuple):
 
     @property
     def where(self) -> str:
-        """The name and the layer, in words."""
+        """The name and the layer, as text for a message."""
         return self.name if self.layer is None else f"{self.name}, layer {self.layer}"
 
 
 def forward_order(entry: Difference) -> tuple[int, int, bool, str, str]:
     """Returns a sort key in the order of the forward pass: embedding, each layer with its output last, norm, logits."""
     if entry.layer is not None:
-        # Within a layer, sorted by the last part of the name, because the order of sowing is unknown.
+        # Within a layer, sorted by the last part of the name, because the order of computation is unknown.
         return 1, entry.layer, entry.name.endswith("/output"), entry.name.rpartition("/")[2], entry.name
     return 0 if "embedd" in entry.name else 2, 0, False, entry.name, entry.name
 
@@ -69,10 +69,10 @@ def forward_order(entry: Difference) -> tuple[int, int, bool, str, str]:
 def differences(
     left: Mapping[str, Any], right: Mapping[str, Any], tolerance: Tolerance, layers: Layers
 ) -> list[Difference]:
-    """Returns a Difference for each array of either side, or for each layer of the array.
+    """Returns a Difference for each array that either side has. A stacked array gets a Difference for each layer.
 
-    The order is that of the left side, followed by arrays that only the right side has. Arrays may be on devices: they
-    are copied to the host one by one. The left side's arrays may be summaries of a record.
+    The arrays of the left side come first, in its order, followed by arrays that only the right side has. Arrays may be
+    on devices: they are copied to the host one by one. The left side may have a record's `Summary` objects as arrays.
     """
     different: list[Difference] = []
     for name in dict.fromkeys([*left, *right]):
@@ -89,7 +89,7 @@ def differences(
 
 
 def _of_summary(name: str, left: Summary, right: np.ndarray, tolerance: Tolerance) -> Iterator[Difference]:
-    """Compares checksums. If one differs and the record contains the values, compares the values."""
+    """Compares checksums. If a checksum differs and the record contains the values, compares the values."""
     same = left.shape == right.shape and left.dtype == str(right.dtype)
     mine = list(cut(right, left.layers)) if same else []
     bits = [a.digest == digest(b) for a, b in zip(left.parts, mine, strict=same)]
@@ -134,7 +134,8 @@ def difference(
     apart = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, apart)  # equal infinities also count as equal
     absolute = float(apart.max(initial=0.0))
     relative = absolute / scale if scale else absolute
-    rounded = all(jnp.issubdtype(array.dtype, jnp.inexact) for array in (left, right))  # NumPy does not know bfloat16
+    # JAX's issubdtype, because NumPy's does not know bfloat16.
+    rounded = all(jnp.issubdtype(array.dtype, jnp.inexact) for array in (left, right))
     tolerates = rounded and tolerance != BITS and (absolute <= tolerance.atol or relative <= tolerance.rtol)
     return Difference(name, layer, False, tolerates, absolute, relative, note)
 

@@ -1,7 +1,8 @@
 """Measurements of a program: parameters, activations, loss, gradients, one update, the compiled step.
 
-Each measurement transfers the common starting state to the devices again, so that they hold only one state at a time. A
-measurement's executables are kept until all sides are done, so that a side with the same program text reuses them.
+Each measurement transfers the common starting state to the devices again, so that the devices hold only one state at a
+time. A measurement's executables are kept until all sides are measured, so that a side with the same program text
+reuses them.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,10 +38,10 @@ from trainer.training.run import Run
 from trainer.training.start import Start, other_arrays
 from trainer.training.step import dropout_key, make_gradients
 
-# Facts about the compiled step. Numbers are per device.
+# The names of facts about the compiled step (`Measured.facts`). Numbers are per device.
 TEXT, FLOPS, ARGUMENTS, TEMPORARIES = "program text", "FLOPs", "memory: state, batch", "memory: temporaries"
 
-# The quantities of an update at a later step.
+# The names of the quantities of an update at a simulated later step; see `update`.
 LATER = ("later parameters", "later optimizer state")
 
 Arrays = dict[str, Any]  # by canonical name
@@ -50,8 +51,8 @@ Arrays = dict[str, Any]  # by canonical name
 class Shared:
     """Values that the sides share in one measurement."""
 
-    executables: dict[Any, Any] = field(default_factory=dict)  # by the text of their programs
-    midway: Arrays | None = None  # made from the left side's state; see `update`
+    executables: dict[Any, Any] = field(default_factory=dict)  # compiled programs, by program text
+    midway: Arrays | None = None  # a simulated later state of the left side; see `update`
 
 
 @dataclass(frozen=True)
@@ -78,19 +79,19 @@ class Program:
         return self.run.codec.unpack(self.run.abstract_args()[0])
 
     def tree(self, native: Any) -> Any:
-        """Returns the canonical form of a native train state, without the stages of a pipeline."""
+        """Returns the canonical form of a native train state, with arrays by layer instead of by pipeline stage."""
         return in_layers(self.config, self.run.codec.unpack(native))
 
     @property
     def by_layer(self) -> Any:
-        """`abstract`, without the stages of a pipeline."""
+        """Like `abstract`, but with arrays by layer instead of by pipeline stage."""
         return abstract_layers(self.config, self.abstract)
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The common starting state, on the host: parameters by the left side's names. `later`: the rest of a trained state
-    (step, optimizer state, variables without gradients) by path; None at step 0."""
+    """The common starting state, on the host. `params`: the parameters, by the left side's names. `later`: the rest of
+    a trained state (step, optimizer state, variables without gradients), by path; None at step 0."""
 
     params: Arrays
     later: Arrays | None
@@ -98,7 +99,7 @@ class Snapshot:
 
 @dataclass
 class Measured:
-    """Arrays of each quantity, and facts about a program. The arrays are on devices until `on_host` copies them."""
+    """The arrays of each measured quantity, which may be on devices, and facts about the compiled step."""
 
     arrays: dict[str, Arrays]
     facts: dict[str, Any] = field(default_factory=dict)
@@ -159,7 +160,8 @@ def _with_later(program: Program, native: Any, later: Mapping[str, np.ndarray]) 
 
 
 def _compiled(known: Shared, run: Run, fn: Callable[..., Any], *args: Any) -> Callable[..., Any]:
-    """Returns `fn` compiled like the step, for `args` on the mesh of `run`. Reuses an equal program in `known`."""
+    """Returns `fn` compiled for `args` and the mesh of `run`, with the compiler options of the training step. Reuses an
+    executable of the same program in `known`."""
     options = compiler_options(run.config, run.mesh.devices.flat[0].platform)
     lowered = jax.jit(run.sharded(fn), compiler_options=options).lower(*args)
     key = (lowered.as_text(), lowered.in_tree, lowered.out_tree, *options)
@@ -177,7 +179,7 @@ def parameters(program: Program, snapshot: Snapshot, batch: Batch, known: Shared
 
 def activations(program: Program, snapshot: Snapshot, batch: Batch, known: Shared) -> Measured:
     """Measures the forward pass on `batch`: embedding, sown values and block outputs, final norm, logits, and the
-    activations that the objective captures. Padding is set to 0, and tokens are in their true order."""
+    activations that the objective captures. Padding is set to 0, and tokens are in their original order."""
     run = program.run
     tree = _forward(run, state(program, snapshot))
 
@@ -205,8 +207,8 @@ def _forward(run: Run, native: Any) -> TrainTree:
 
 
 def _real(name: str, batch: Any) -> jax.Array:
-    """Returns whether the activation `name` is compared at each token, bool [b, t]: everywhere but at padding. In
-    modules of multi-token prediction, a token without all modules' target tokens counts as padding."""
+    """Returns a mask of the tokens at which the activation `name` is compared, bool [b, t]: all tokens except padding.
+    In modules of multi-token prediction, a token counts as padding if any module has no target token for it."""
     segments = batch["inputs_segmentation"]
     if name.startswith(f"{MTP}/") and (ahead := ahead_of(batch)) is not None:
         segments = ahead.segments[..., -1]
@@ -214,7 +216,8 @@ def _real(name: str, batch: Any) -> jax.Array:
 
 
 def _of_tokens(config: Config, x: jax.Array, real_bt: jax.Array, lead: int) -> jax.Array:
-    """Returns `x` [lead axes, b, t, ...] with padding set to 0 and tokens in true order; other shapes unchanged."""
+    """Returns `x` [lead axes, b, t, ...] with padding set to 0 and tokens in their original order. An `x` without the
+    axes [b, t] is returned unchanged."""
     axes = real_bt.shape
     if x.shape[lead : lead + 2] != axes:
         return x
@@ -227,7 +230,8 @@ def _of_tokens(config: Config, x: jax.Array, real_bt: jax.Array, lead: int) -> j
 
 
 def gradients(program: Program, snapshot: Snapshot, batch: Batch, known: Shared) -> Measured:
-    """Measures the loss, its terms, other metrics, and unclipped gradients of trained parameters, in `grad_dtype`."""
+    """Measures the loss, its terms, other metrics, and the gradients (in `grad_dtype`, unclipped) of trained
+    parameters."""
     run = program.run
     tree = _forward(run, state(program, snapshot))
     fn = make_gradients(run.config, run.objective, run.param_shardings)
@@ -242,7 +246,8 @@ def update(program: Program, snapshot: Snapshot, batch: Batch, known: Shared) ->
     cost.
 
     At step 0, also measures an update of the same parameters with a simulated optimizer state of a later step, which is
-    drawn once, for the left side (see `midway`). Skips this for a side whose optimizer state has another structure.
+    drawn once, for the left side (see `midway`). This second update is skipped for a side whose optimizer state has a
+    different structure.
     """
     run = program.run
     text = _text(program)
@@ -267,7 +272,8 @@ def update(program: Program, snapshot: Snapshot, batch: Batch, known: Shared) ->
 
 
 def _text(program: Program) -> str:
-    """Returns the update of the canonical train state as StableHLO, which does not depend on native leaf order."""
+    """Returns the StableHLO text of the update of the canonical train state. For the native state, the text would
+    depend on the native order of its leaves."""
     run, tree = program.run, program.abstract
     stored = jax.tree.map(lambda leaf: leaf.sharding, tree)
     jitted = jax.jit(run.computation.update, out_shardings=(stored, run.computation.metric_shardings), donate_argnums=0)

@@ -12,30 +12,33 @@ from trainer.optim import spikes
 
 _WINDOWS = [f"opt_state/rules/{spikes.NAME}/{name}" for name in ("loss", "grad_norm")]
 _ACCEPTED = f"opt_state/rules/{spikes.NAME}/accepted"
-ISLANDS = "inner_state/"  # the train states of DiLoCo's islands, each array with a leading axis
+ISLANDS = "inner_state/"  # the train states of DiLoCo's islands; each array has a leading axis of islands
 _LEAST = 1e-4  # the smallest ratio of a window's deviation to its mean that float32 represents well
 
 
 def midway(first: Mapping[str, Any], config: Config) -> dict[str, np.ndarray]:
-    """Returns step, optimizer state and `rest` as they might be after half of the schedule. An update from this state
-    reveals differences between programs that do not affect the first update.
+    """Returns the step, the optimizer state and the other variables (`rest`) as they might be after half of the
+    schedule. An update from this state reveals differences between programs that do not affect the first update.
 
-    Counts are the number of updates. Every value of a floating-point array (moments, averages) is drawn uniformly from
-    [0.5, 1] x the array's largest magnitude after the first update. So moments have the magnitude that gradients
-    produce, and averages differ from the parameters. The windows of the spike rule are full. For any
-    skip_step_scaling_factor, the rule accepts a step like the first one, but would refuse it if the bound omitted the
-    deviation. If the bound omitted the mean, the rule would refuse the step for factors up to 0.5 / `_LEAST`.
+    Counters are set to the number of updates in half of the schedule. Every value of a floating-point array (moments,
+    averages) is drawn uniformly from [0.5, 1] x the array's largest magnitude after the first update. So moments have
+    the magnitude that gradients produce, and averages differ from the parameters.
+
+    The windows of the spike rule are full, and chosen so that a wrong bound changes the update. The bound is mean +
+    skip_step_scaling_factor x standard deviation. For any factor, the rule accepts a step like the first one, but would
+    skip it if the bound omitted the deviation. For factors up to 0.5 / `_LEAST`, the rule would also skip it if the
+    bound omitted the mean.
 
     Args:
-      first: step, optimizer state and `rest` by name, after one update.
-      config: resolved. The values depend only on its seed and on names and shapes, not on devices or shardings.
+      first: the step, the optimizer state and `rest` after one update, by name.
+      config: resolved. The drawn values depend on its seed and on names and shapes, not on devices or shardings.
     """
     updates = max(1, config.learning_rate_schedule_steps // 2)
 
     def one(name: str, array: np.ndarray) -> np.ndarray:
         if name.startswith(ISLANDS):
             return np.stack([one(name.removeprefix(ISLANDS), island) for island in array])
-        # Unchanged. Only DiLoCo's islands have parameters here.
+        # These arrays stay unchanged. Parameters occur only in the states of DiLoCo's islands.
         if name.startswith(("rest/", "params/")) or name == "in_flight":
             return array
         if jnp.issubdtype(array.dtype, jnp.integer) and not array.ndim:

@@ -1,4 +1,4 @@
-"""Compares the programs of several configurations with the first program, or its record, on equal state and batch."""
+"""Compares the programs of configurations with the first program, or a record of it, on the same state and batch."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -44,13 +44,14 @@ _COMMON = (
     "load_full_state_path",
     "reset_optimizer",
     "data_cache_directory",
-    # Separate evaluation data change which training documents are held out.
+    # Evaluation data affect the batch: without them, some training documents are held out for evaluation.
     "eval_split",
     "grain_eval_files",
     "hf_eval_split",
     "hf_eval_files",
 )
-# override_model_config never has an effect; this is reported elsewhere.
+# Keys that are not in `_IDLE`, because they affect a comparison. (override_model_config has no effect in any command,
+# which is reported elsewhere.)
 _USED = {
     "model_name",
     "record_internal_nn_metrics",
@@ -116,7 +117,7 @@ def compare_programs(
 def record_program(
     side: Side, devices: Sequence[jax.Device], path: Path, say: Say, *, arrays: bool, build: Build = build
 ) -> None:
-    """Builds the side's program, measures it, and writes a record of it to `path`; see `record` and `compare_programs`.
+    """Builds the side's program, measures it, and writes a record of it to `path`; see `compare_programs`.
 
     Raises:
       UserError: the side does not fit the devices, or the file exists or cannot be written.
@@ -140,7 +141,7 @@ def _batch_of(step: Step, left: Reference, activation_rows: int) -> Batch:
 def _idle(sides: Sequence[Side]) -> list[str]:
     """Returns keys that are given on the command line or differ between sides, but do not affect a comparison.
 
-    A yml may contain such keys, because it may be the yml of a training run.
+    A key that a yml sets for all sides is not returned, because the yml may be that of a training run.
     """
     given = {key for side in sides for key, where in side.loaded.changed.items() if by_hand(where)}
     idle = (given | differing_keys(sides).keys()) & _IDLE
@@ -176,7 +177,8 @@ def _check_common(sides: Sequence[Side], rows: int, built: Sequence[Program]) ->
 
 
 def _activation_rows(left: Reference, built: Sequence[Program]) -> int:
-    """Returns the smallest multiple of all sides' microbatches. For a record, this must be the recorded number."""
+    """Returns the number of rows whose activations are compared: the least common multiple of the rows of all sides'
+    microbatches. If the left side is a record, the record must contain the activations of this number of rows."""
     needed = math.lcm(left.microbatch, *map(microbatch_rows, built))
     if left.recorded and needed != left.microbatch:
         raise UserError(
@@ -214,7 +216,7 @@ def _quantities(left: Reference, right: Program, expected: Measured, measured: M
             remarks = [f"{path}: sown on one side only" for path in sorted(arrays.keys() ^ others.keys())]
             arrays = {key: array for key, array in arrays.items() if key in others}
             others = {key: others[key] for key in arrays}
-        # The backward pass runs in reverse order.
+        # Gradients are sorted in the order of the backward pass.
         found_apart = differences(arrays, others, tolerance, left.layers)
         ordered = sorted(found_apart, key=forward_order, reverse=name == "gradients")
         quantities.append(Quantity(name, ordered, notes, remarks))
@@ -222,7 +224,7 @@ def _quantities(left: Reference, right: Program, expected: Measured, measured: M
 
 
 def _other_axes(left: Reference, right: Program) -> list[str]:
-    """Returns a message if common parameters have different logical axes."""
+    """Returns a list of one message if parameters on both sides have different logical axes; otherwise []."""
     here, there = left.axes, axes_of(right)
     names = [name for name, axes in here.items() if name in there and tuple(axes) != tuple(there[name])]
     if not names:
@@ -250,7 +252,7 @@ def _head(left: Reference, sides: Sequence[Side], built: Sequence[Program]) -> l
     rows = [dict(left.head), *(head_of(program, left.head.get("data", "")) for program in built)]
     if len({row["model"] for row in rows}) > 1:
         for row in rows:
-            row["model"] = row["model"].partition(": ")[2]  # decoder_block then has its own line
+            row["model"] = row["model"].partition(": ")[2]  # the report has a separate line for decoder_block
     head = [(label, text) for label, text in rows[0].items() if all(other.get(label) == text for other in rows)]
     if "devices" not in dict(head):
         head.insert(0, ("devices", " | ".join(row.get("devices", "") for row in rows)))

@@ -1,9 +1,10 @@
 """A record: the inputs and results of a comparison's left side, in one safetensors file.
 
-The tensors are the batch, the starting parameters and state, the midway state and the program's text; with
-`arrays=true`, also every measured array. The metadata are two texts: `record`, JSON with the configuration, the machine
-and a summary of every measured array, and `digest`, the SHA-256 of that JSON. The JSON has a checksum of every tensor,
-so that any changed byte is noticed. A record may come from a stranger: nothing in it is executed.
+The tensors are the batch, the starting parameters and state, the simulated later state (see `trainer.compare.midway`)
+and the program's text. With `arrays=true`, every measured array is a tensor, too. The metadata are two texts. `record`
+is JSON with the configuration, the machine, a summary of every measured array, and a checksum of every tensor. `digest`
+is the SHA-256 of this JSON. So any changed byte is noticed. A record may come from a stranger, so nothing in it is
+executed.
 """
 
 import contextlib
@@ -38,7 +39,7 @@ from trainer.weights.huggingface.safetensors_file import NAMES, Tensors, file_me
 
 ENDING = ".safetensors"
 _FORMAT = 1
-# A tensor's name is one of these prefixes and the canonical name.
+# A tensor's name begins with one of these prefixes and ends with the canonical name of an array.
 _BATCH, _PARAMS, _LATER, _MIDWAY, _ARRAYS = "batch/", "start parameters/", "start state/", "midway state/", "measured/"
 _TEXT = "program text"
 
@@ -69,7 +70,7 @@ class Writer:
     def begin(self, left: Reference, side: Side) -> None:
         """Adds the inputs of the comparison."""
         config = side.loaded.config
-        # The resolved dtype, because dtype=auto depends on the platform.
+        # Stores the resolved dtype, because dtype=auto depends on the platform.
         values = {name: config[name] for name in schema().keys if name not in self._idle} | {"dtype": left.config.dtype}
         self._about |= {
             "date": datetime.date.today().isoformat(),
@@ -108,7 +109,7 @@ class Writer:
             data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             with self._disk():
                 self._spool.write(data.data)
-            # Bytes represent an array whose dtype safetensors does not support.
+            # An array whose dtype safetensors does not support is stored as bytes.
             shape, dtype = (array.shape, array.dtype) if array.dtype in NAMES else (data.shape, data.dtype)
             self._tensors[prefix + name] = shape, dtype
             self._about["tensors"][prefix + name] = digest(array), str(array.dtype), array.shape
@@ -173,7 +174,7 @@ class Record:
         self._config = Config({**defaults, **values})
         given = self._checked(lambda: set(self._about["given"]))
         self.unknown = sorted(given - values.keys())  # keys that this version of the trainer lacks
-        self.given = {name: value for name, value in values.items() if name in given}  # see `load_against`
+        self.given = {name: value for name, value in values.items() if name in given}  # see `config.sides.load_against`
 
     @property
     def rows(self) -> int:
@@ -191,7 +192,7 @@ class Record:
 
     @property
     def head(self) -> list[tuple[str, str]]:
-        """Labels and texts that describe what was recorded and where, and this machine if it differs."""
+        """Labels and texts that describe what was recorded on which machine, and how this machine differs from it."""
         about, here = self._about, machine()
         there = self._checked(lambda: {str(name): str(value) for name, value in about["machine"].items()})
         rows = [("recorded", f"{about.get('date')}, {combination(self._config)}, {_machine(there)}")]
@@ -200,7 +201,7 @@ class Record:
         return rows
 
     def reference(self) -> Reference:
-        """Returns the reference with the recorded values.
+        """Returns the recorded side as the reference of a comparison.
 
         Raises:
           UserError: the record is damaged.
@@ -216,7 +217,7 @@ class Record:
                 axes={name: tuple(axes) for name, axes in about["axes"].items()},
                 snapshot=self._snapshot(),
                 batch=self._arrays(_BATCH),
-                layers=lambda name: None,  # each summary has its own layers
+                layers=lambda name: None,  # each summary contains its layer numbers
                 measured=self._measured,
                 recorded=True,
             )
@@ -264,7 +265,7 @@ class Record:
         return array
 
     def _checked(self, read: Callable[[], Any]) -> Any:
-        """Calls `read`. Converts errors from missing or wrong entries of the record's JSON to UserError."""
+        """Returns `read()`. Converts errors that missing or wrong entries of the record's JSON cause to UserError."""
         try:
             return read()
         except UserError:  # UserError is a ValueError

@@ -1,4 +1,4 @@
-"""The reference of a comparison: the left side, or a record of it. All sides start from its inputs."""
+"""The reference of a comparison: the left side, or a record of it. All sides start from the reference's inputs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from trainer.training.run import Run
 from trainer.training.start import start
 
 Say = Callable[[str], None]
-# `training.build`, or a version with a custom objective or custom update rules.
+# The type of `trainer.training.build.build`, and of functions that build runs with custom objectives or update rules.
 Build = Callable[[Config, Sequence[jax.Device]], Run]
 Step = Callable[[Program, Snapshot, Batch, Shared], Measured]
 
@@ -39,14 +39,14 @@ class Reference:
     """The left side.
 
     Attributes:
-      config: resolved if the side is built here, otherwise as recorded.
-      rows: the number of rows of its batch.
-      microbatch: the number of rows of its microbatches; for a record, of its recorded activations.
+      config: the configuration; resolved if the side is built by this command, otherwise as recorded.
+      rows: the number of rows of the batch.
+      microbatch: the number of rows of a microbatch; for a record, the number of rows with recorded activations.
       head: labels and texts that describe the left side.
-      axes: the logical axes of its parameters by common name.
-      batch: its next batch.
+      axes: the logical axes of the parameters, by common name (see `trainer.models.names`).
+      batch: the next batch of the left side, which all sides get.
       layers: see `Program.layers`.
-      measured: runs a measurement, or returns the recorded results.
+      measured: a function that runs a measurement, or returns its recorded results.
     """
 
     name: str
@@ -63,7 +63,8 @@ class Reference:
 
 
 def build_side(side: Side, devices: Sequence[jax.Device], build: Build) -> Program:
-    """Returns the program of a side. Raises UserError if it does not fit the devices, or PARAMETER_NAMES are wrong."""
+    """Returns the program of a side. Raises UserError if the side does not fit the devices, or if the PARAMETER_NAMES
+    of its block contain a name that no parameter has."""
     config = side.loaded.config
     try:
         used = side_devices(config, devices)
@@ -85,7 +86,8 @@ def build_side(side: Side, devices: Sequence[jax.Device], build: Build) -> Progr
 
 
 def reference(side: Side, program: Program, say: Say) -> Reference:
-    """Returns the reference for a side that is built here, with the state and batch with which training begins."""
+    """Returns `program`, built from `side`, as the reference, with the state and batch with which training would
+    begin."""
     run = program.run
     dataset = open_dataset(Config({**run.config, "eval_interval": -1}), say)
     given = {key for key, where in side.loaded.changed.items() if by_hand(where)}
@@ -101,7 +103,7 @@ def reference(side: Side, program: Program, say: Say) -> Reference:
         return step(program, snapshot, part, known).on_host()
 
     snapshot = measure.take(program, begin)
-    data = str(dataset).partition("; ")[0]  # without the part about held-out data
+    data = str(dataset).partition("; ")[0]  # drops the part about held-out data
     return Reference(
         program.name,
         run.config,
@@ -122,7 +124,7 @@ def microbatch_rows(program: Program) -> int:
 
 
 def axes_of(program: Program) -> dict[str, Sequence[str | None]]:
-    """Returns the logical axes of the parameters by common name, without the stages of a pipeline."""
+    """Returns the logical axes of the parameters, by common name. Pipeline stages are replaced by layers."""
 
     def by_layer(axes: Sequence[str | None]) -> Sequence[str | None]:
         return (LAYERS, *axes[leading(axes) :]) if leading(axes) else axes

@@ -22,12 +22,12 @@ class Quantity:
 
     @property
     def bits(self) -> bool:
-        """Whether all arrays have equal bits and nothing else differs."""
+        """Whether all arrays have equal bits and there are no notes."""
         return not self.notes and all(difference.bits for difference in self.differences)
 
     @property
     def equal(self) -> bool:
-        """Whether all arrays are bit-identical or within the tolerance and nothing else differs."""
+        """Whether all arrays are bit-identical or within the tolerance, and there are no notes."""
         return not self.notes and all(difference.equal for difference in self.differences)
 
     @property
@@ -92,7 +92,8 @@ class Comparison:
 
     @property
     def unsown(self) -> Difference | None:
-        """The first difference of bits, if it is in the output of a layer whose other values are not compared."""
+        """The first array with different bits, if it is the output of a layer and no other array of this layer is
+        compared; None otherwise."""
         quantity, entry = self._first_bits
         if not (quantity and entry) or quantity.name != "activations" or entry.layer is None:
             return None
@@ -111,7 +112,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Report:
-    """All comparisons of a command. `head` are labels and texts that describe what was compared."""
+    """All comparisons of a command. `head` consists of labels and texts that describe what was compared."""
 
     left: str
     tolerance: Tolerance

@@ -1,4 +1,7 @@
-"""Summaries of arrays, which a record contains instead of the values: per layer, a checksum and a few statistics."""
+"""Summaries of a record's arrays: per layer, a checksum and a few statistics.
+
+A record contains the values themselves only if it was written with `arrays=true`.
+"""
 
 import hashlib
 import itertools
@@ -14,7 +17,7 @@ class LayerSummary(NamedTuple):
     """The summary of one layer of an array, or of the complete array.
 
     Attributes:
-      digest: the digest of its bytes; see `digest`.
+      digest: the digest of its bytes, from the function `digest`.
       largest: the largest magnitude of its finite elements.
       rms: the root mean square of its finite elements.
       odd: the number of elements that are not finite.
@@ -32,8 +35,8 @@ class LayerSummary(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """The summary of an array in a record. `layers`: the numbers of the layers along the array's first axis; None: it
-    is not stacked. `read` returns the values; None if the record does not contain them."""
+    """The summary of an array in a record. `layers`: the numbers of the layers along the array's first axis; None if
+    the array is not stacked. `read`: a function that returns the values; None if the record does not contain them."""
 
     shape: tuple[int, ...]
     dtype: str

@@ -12,11 +12,15 @@ from trainer.observe.text import si
 
 WIDTH = 120
 _BITS, _WITHIN = "equal bits", "within tolerance"
-_LISTED = 12  # the maximum number of listed stages of the activations
+_LISTED = 12  # the maximum number of lines for activations
 
 
 def table(report: Report) -> str:
-    """Returns a description of the comparison, one table for all sides or for each differing side, and the verdict."""
+    """Returns a description of the comparison, the tables and the verdict.
+
+    A single right side gets one detailed table. Several right sides get a common table, unless it is too wide, followed
+    by a detailed table for each right side that differs.
+    """
     label = max((len(name) for name, _ in report.head), default=0) + 2
     lines = []
     for name, text in report.head:
@@ -50,7 +54,8 @@ def _verdict(report: Report) -> str:
 
 
 def _numbers(comparison: Comparison) -> str:
-    """Returns statistics of both sides at the first difference, if the record does not contain the arrays."""
+    """Returns the statistics of both sides at the first difference, or "" unless the left side is a record without
+    arrays."""
     first = next(quantity for quantity in comparison.quantities if not quantity.equal)
     return f": {first.entry.summaries}" if first.entry and first.entry.summaries and not first.notes else ""
 
@@ -79,7 +84,7 @@ def _cell(quantity: Quantity) -> str:
 
 
 def _fact(fact: tuple[float, float] | str) -> str:
-    """Returns a fact as one cell."""
+    """Returns a fact about the compiled step as the text of one table cell."""
     if isinstance(fact, str):
         return fact.partition(",")[0].partition(" from")[0]
     left, right = fact
@@ -87,7 +92,8 @@ def _fact(fact: tuple[float, float] | str) -> str:
 
 
 def _details(comparison: Comparison, left: str) -> list[str]:
-    """Returns a line for each quantity, with the largest differences and the first difference."""
+    """Returns the detailed table of one comparison: for each quantity, the largest differences and the first
+    difference; then facts about the training step, notes and remarks."""
     rows = [[f"{comparison.right} against {left}", "arrays", "", "absolute", "relative", "first difference"]]
     remarks: list[str] = []
     for quantity in comparison.quantities:
@@ -130,7 +136,8 @@ def _stage_rows(quantity: Quantity) -> list[list[str]]:
 
 
 def _stages(quantity: Quantity) -> list[tuple[str, Quantity]]:
-    """Returns the activations by stage. Consecutive layers with equal bits are merged."""
+    """Returns the activations grouped by layer or, outside of layers, by array. Consecutive layers with equal bits are
+    merged."""
     stages = [(name, Quantity(name, list(group))) for name, group in itertools.groupby(quantity.differences, _stage)]
     rows: list[tuple[str, Quantity]] = []
     for same, group in itertools.groupby(stages, lambda item: item[1].bits and item[0].startswith("layer ")):

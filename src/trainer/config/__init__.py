@@ -1,1 +1,4 @@
-"""Turns base.yml, presets and `key=value` into one frozen configuration. This package imports neither JAX nor Flax."""
+"""Turns base.yml, presets and `key=value` arguments into one frozen configuration.
+
+This package imports neither JAX nor Flax.
+"""

@@ -1,4 +1,4 @@
-"""Stage 1 checks: contradictory settings that can be detected without devices."""
+"""The checks of stage 1, which detect contradictory settings without knowing the devices."""
 
 import re
 from collections.abc import Mapping
@@ -15,9 +15,10 @@ from trainer.config.paths import path_problem, url_problem
 
 
 def contradictions(config: Config, where: Mapping[str, str], broken: set[str]) -> list[str]:
-    """Returns one message for each failed check: keys, values, the source of each value (`where`), and the problem.
+    """Returns one message for each failed check, with the keys, their values and sources, and the problem.
 
-    Skips checks of keys in `broken`, whose values could not be read.
+    `where` maps each key to the source of its value. `broken`: the keys whose values could not be read; their checks
+    are skipped.
     """
     messages = []
     facts = None if "decoder_block" in broken else facts_of(config)
@@ -27,7 +28,7 @@ def contradictions(config: Config, where: Mapping[str, str], broken: set[str]) -
     for keys, check in (*CHECKS, *(facts.checks if facts else ())):
         if broken.isdisjoint(keys) and (problem := check(config)):
             shown = ", ".join(f"{key}={shortened(to_flow(config[key]))} ({where[key]})" for key in keys)
-            messages.append(type(problem)(f"{shown}: {problem}"))  # an Unbuilt remains an Unbuilt
+            messages.append(type(problem)(f"{shown}: {problem}"))  # keeps the type of an Unbuilt
     return messages
 
 

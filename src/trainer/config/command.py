@@ -22,7 +22,7 @@ def split(argv: Sequence[str]) -> tuple[str, Sequence[str]]:
 
 
 def read_words(reader: Reader, words: Sequence[str], source: str) -> dict[str, Setting]:
-    """Returns the settings of `words`, arguments of the form KEY=TEXT. Messages name `source` as their source."""
+    """Returns the settings of `words`, arguments of the form KEY=TEXT. Messages name `source` as their origin."""
     settings: dict[str, Setting] = {}
     for word in words:
         name, equals, text = word.partition("=")
@@ -57,7 +57,7 @@ def read_by_hand(
 
 
 def malformed(reader: Reader, name: str, has_value: bool, text: str) -> str | None:
-    """Returns why the argument NAME or NAME=TEXT is not key=value; None if it is."""
+    """Returns what is wrong with the argument NAME or NAME=TEXT; None if it has the form key=value."""
     keys = reader.schema.keys
     bare = name.lstrip("-").replace("-", "_")
     if re.match("base_config(:|$)", bare):

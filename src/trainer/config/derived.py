@@ -26,7 +26,7 @@ FSDP = ("fsdp", "fsdp_transpose", "context", "context_usp_ulysses")
 # The keys for the size of each axis, within a slice (ICI) and across slices (DCN).
 ICI = {axis: f"ici_{'pipeline' if axis == 'stage' else axis}_parallelism" for axis in MESH_AXES}
 DCN = {axis: f"dcn_{'pipeline' if axis == 'stage' else axis}_parallelism" for axis in MESH_AXES}
-# The axes that no feature uses yet, with the reason.
+# The axes that no feature uses yet, each with the reason.
 UNUSED_AXES = {
     "context_autoregressive": "context parallelism for inference is not supported yet",
     "autoregressive": "nothing uses this axis; trainer.generate uses data, fsdp and tensor",
@@ -88,7 +88,7 @@ def has_dropout(config: Config) -> bool:
 
 
 def has_rollouts(config: Config) -> bool:
-    """Returns whether a run trains on texts that its model generates (`rl.rounds`)."""
+    """Returns whether a run trains on texts that its model generates (see `trainer.rl.rounds`)."""
     return bool(config.use_grpo or (config.use_distill and config.distill_rollouts))
 
 

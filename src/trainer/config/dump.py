@@ -17,7 +17,8 @@ from trainer.config.schema import schema
 def to_yaml(config: Config) -> str:
     """Returns the keys of `config` as a yml that `load` reads back to the same values, in the order of base.yml.
 
-    Omits `run_name`, so that a command with this yml starts a new run. Also omits PROCESSES and SUPERVISION.
+    Omits `run_name`, so that a command with this yml starts a new run. Also omits the keys for processes and their
+    supervision.
     """
     left_out = ("run_name", *PROCESSES, *SUPERVISION)
     lines = [f"{name}: {to_flow(config[name])}" for name in schema().keys if name not in left_out]
@@ -31,11 +32,11 @@ def to_flow(value: Any) -> str:
     if isinstance(value, Mapping | ml_collections.ConfigDict):
         return f"{{{', '.join(f'{to_flow(key)}: {to_flow(item)}' for key, item in value.items())}}}"
     if value is None or isinstance(value, bool | int):
-        return json.dumps(value)  # the same text as YAML, a hundred times faster; most values have these types
+        return json.dumps(value)  # writes these common types as YAML does, a hundred times faster
     return _known(value) if isinstance(value, str | float) else _dumped(value)
 
 
-@functools.lru_cache(maxsize=1024)  # most strings and numbers of a configuration are defaults
+@functools.lru_cache(maxsize=1024)  # most strings and numbers are defaults, so they repeat
 def _known(value: str | float) -> str:
     return _dumped(value, style='"' if isinstance(value, str) else None)
 

@@ -13,7 +13,7 @@ from trainer.config.schema import schema
 
 
 def _table(config: Config) -> list[Inert]:
-    """Returns `INERT`, preceded by rows for the keys that the family of `config` fixes or does not read."""
+    """Returns the rows of `INERT`, preceded by rows for the keys that the family of `config` fixes or does not read."""
     facts = facts_of(config)
     ignored = facts.ignores.items() if facts else ()
     reasons = [(keys, f"decoder_block={config.decoder_block} {reason}") for reason, keys in ignored]
@@ -33,9 +33,9 @@ def without_effect(config: Config, changed: Mapping[str, str]) -> list[str]:
 
 
 def without_effect_here(config: Config, changed: Mapping[str, str], before: Config) -> list[str]:
-    """Does the same as `without_effect` for settings that depend on the devices.
+    """Returns the same kind of lines as `without_effect`, for keys whose effect depends on the devices.
 
-    Omits keys that have no effect on any device.
+    Omits keys that have no effect whatever the devices are, because `without_effect` reports them.
 
     Args:
       config: the resolved configuration.

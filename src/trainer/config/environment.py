@@ -31,8 +31,8 @@ def variables(environment: Mapping[str, str]) -> tuple[dict[str, tuple[str, str]
 def without_prefix(environment: Mapping[str, str], given: Container[str]) -> list[str]:
     """Returns a warning about variables that are named like a key, in capitals, but without M_.
 
-    Skips keys in `given`, and names of one word, such as PORT, because they belong to other programs. STEPS is not
-    skipped, because users often write it.
+    Skips keys in `given`. Also skips names of one word, such as PORT, because other programs use them; STEPS is an
+    exception, because users often write it.
     """
     keys = [name for name in schema().keys if name not in given and ("_" in name or name == "steps")]
     found = [name.upper() for name in keys if environment.get(name.upper())]

@@ -43,12 +43,12 @@ class RunStopped(RuntimeError):
 def exit_on_user_error(main: Callable[P, R]) -> Callable[P, R]:
     """Decorates an entry point. A UserError prints its message on stderr and exits with code 2, without a traceback.
 
-    RunStopped does the same with code 1. Following the shell's conventions, Ctrl-C exits with code 130 and a broken
+    A RunStopped does the same with code 1. Following the shell's conventions, Ctrl-C exits with code 130 and a broken
     pipe (`| head`) with 141. Other exceptions pass through.
 
     If Ctrl-C has the system's default action when `main` begins (see `trainer/__init__.py`), it keeps this action until
-    there is state to close: `closed_at_interrupt` and `runtime.preemption` replace the action. When `main` ends, the
-    default action is restored, and an interrupted process ends without waiting for threads.
+    `closed_at_interrupt` or `trainer.runtime.preemption` replaces it, because there is state to close. When `main`
+    ends, the default action is restored, and an interrupted process ends without waiting for threads.
     """
 
     @functools.wraps(main)
@@ -88,10 +88,10 @@ def _has_default_action() -> bool:
 
 @contextlib.contextmanager
 def closed_at_interrupt(close: Callable[[], object]) -> Iterator[None]:
-    """Calls `close` when the context ends. At Ctrl-C with the system's default action, also ends the process.
+    """Calls `close` when the context ends, and at Ctrl-C if Ctrl-C has the system's default action.
 
-    In this case, Ctrl-C raises no exception, because an exception could be lost: Python drops exceptions in callbacks
-    of its garbage collector, and JAX has such a callback.
+    In the second case, Ctrl-C ends the process without raising an exception, because an exception could be lost: Python
+    drops exceptions in callbacks of its garbage collector, and JAX has such a callback.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -120,7 +120,9 @@ def _end_as_interrupted() -> None:
 
 
 def command_line(argv: Sequence[str] | None) -> list[str]:
-    """Returns `argv`, or the arguments of the process. Prints a warning for each key with two different values.
+    """Returns `argv` or, if it is None, the arguments of the process.
+
+    Prints a warning for each key with two different values.
 
     Raises:
       UserError: the arguments are not UTF-8.
@@ -135,10 +137,10 @@ def command_line(argv: Sequence[str] | None) -> list[str]:
                 + on_one_screen([shortened(repr(word)[1:]) for word in bad])
             )
         )
-    given: dict[str, tuple[str, str]] = {}  # by the key without its group, as in lora.lora_rank
+    given: dict[str, tuple[str, str]] = {}  # by key without its group: lora_rank for lora.lora_rank
     for word in words:
         name, equals, text = word.partition("=")
-        key = name if "_overrides." in name else name.rpartition(".")[2]  # a key for the student or the teacher
+        key = name if "_overrides." in name else name.rpartition(".")[2]  # teacher_overrides.KEY differs from KEY
         before, said = given.get(key, (word, text))
         if equals and said != text:
             line = f"warning: {shortened(before)} has no effect: a later argument overrides it, {shortened(word)}"
@@ -148,7 +150,7 @@ def command_line(argv: Sequence[str] | None) -> list[str]:
 
 
 def report(mistakes: Sequence[str]) -> UserError:
-    """Returns one error for all `mistakes`, one line each, at most one screen; NotBuilt if one is `Unbuilt`."""
+    """Returns one error that lists all `mistakes` on at most one screen; a NotBuilt if one of them is an `Unbuilt`."""
     kind = NotBuilt if any(isinstance(mistake, Unbuilt) for mistake in mistakes) else UserError
     return kind("\n  ".join([f"{counted(len(mistakes), 'mistake')} in the configuration:", *on_one_screen(mistakes)]))
 
@@ -174,7 +176,7 @@ def _height(lines: Iterable[str]) -> int:
 
 
 def _clip(line: str) -> str:
-    """Returns `line`, cut to eight rows of a screen, in the middle, because its end may name the nearest choice."""
+    """Returns `line`, cut to eight rows of a screen. Cuts in the middle, as the end may name the nearest choice."""
     most = 8 * SCREEN_COLUMNS - 2
     return line if len(line) <= most else f"{line[: most - 205]} ... {line[-200:]}"
 

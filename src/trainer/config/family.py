@@ -26,7 +26,8 @@ RECURRENT = (
     *("gdn_num_key_heads", "gdn_num_value_heads", "gdn_key_head_dim", "gdn_value_head_dim"),
     "gdn_conv_kernel_dim",
 )
-# Keys that the blocks of only some families read. Others refuse them, because they would change the model.
+# Keys that the blocks of only some families read. Other families refuse these keys, because they would change the
+# model.
 BLOCK_KEYS = (
     *("attention_bias", "sliding_window_pattern", "nope_layer_interval", "use_post_attn_norm", "use_post_ffw_norm"),
     *("partial_rotary_factor", "rope_short_factor", "rope_long_factor"),
@@ -35,7 +36,7 @@ BLOCK_KEYS = (
     *MULTIPLIERS,
     *RECURRENT,
 )
-# The keys that a family's blocks may or may not read.
+# The keys that the blocks of some families read, and the blocks of others do not.
 OPTIONAL = ("num_experts", "norm_topk_prob", *OF_SOME, *LATENT, "fused_qkv", PATTERN, *BLOCK_KEYS)
 ROPE = (
     *("rope_min_timescale", "rope_max_timescale", "rope_type", "rope_linear_scaling_factor", "rope_factor"),
@@ -47,26 +48,28 @@ _MODULE = "facts"  # the name of a module that stage 1 may import
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts of a family, in a module called `facts` that imports only `trainer.config`.
+    """The facts of a family. It defines them in a module called `facts`, which imports only `trainer.config`.
 
     Attributes:
-      family: the import path `module:NAME` of the implementation: a `models.family.Family`, or its only block class.
-      reads: the keys of `OPTIONAL` that its blocks read. The other keys have no effect, or are refused.
-      ignores: other keys that its blocks do not read, by the reason, such as "has no rotary positions".
+      family: the import path `module:NAME` of the implementation: a `trainer.models.family.Family`, or the
+        class of its blocks if it has only one.
+      reads: the keys of `OPTIONAL` that its blocks read. The other keys of `OPTIONAL` have no effect, or are refused.
+      ignores: keys outside of `OPTIONAL` that its blocks do not read, by reason, such as "has no rotary positions".
       fixes: keys that have the same value in every configuration of this family, each with this value.
-      sinks: whether its attention has sinks (`ops.attention`), which some kernels do not support.
+      sinks: whether its attention has sinks (see `trainer.ops.attention`), which some kernels do not support.
       recurrent: whether its blocks mix the tokens of a row by other means than attention, for example by a recurrent
         state. If so, the tokens of a row cannot be split over devices.
       has_rest: whether the last repetition of its pattern of `interleave_moe_layer_step` layers may be incomplete.
       maxtext_layers: the number of layers that MaxText counts as one.
       maxtext_words: arguments of MaxText's commands, `key=value` in lower case, each with the equivalent to which
-        `trainer.from_maxtext` converts it. "": all blocks of the family have this value, and other values are refused.
-      period: n if every n-th layer attends to the whole document, and the others within `sliding_window_size`;
-        `sliding_window_pattern` overrides it. 0: `attention_type` applies to every layer.
-      checks: the family's checks: keys, and a function that returns the problem with the keys' values, or None.
-      tensors: returns the tensors that every model of a configuration has, with their logical axes; {} for
-        `tensors.EVERY_MODEL` alone. Stage 1 checks the sizes and rules of these tensors; other tensors are checked when
-        the model is made.
+        `trainer.from_maxtext` converts it. An equivalent of "" means that all blocks of the family have this value;
+        other values are refused.
+      period: n if every n-th layer attends to the whole document, and the others within `sliding_window_size`; the key
+        `sliding_window_pattern` overrides n. 0: `attention_type` applies to every layer.
+      checks: the family's checks. Each has keys, and a function that returns the problem with their values, or None.
+      tensors: a function that returns the tensors of every model with the given configuration, with their logical axes;
+        {} if only the tensors in `trainer.config.tensors.EVERY_MODEL` are known. Stage 1 checks the sizes and rules of
+        these tensors; other tensors are checked when the model is made.
     """
 
     family: str
@@ -98,12 +101,12 @@ class Facts:
 
 @functools.cache
 def families() -> Mapping[str, str]:
-    """Returns the import path of each family's facts, by decoder_block. Paths avoid a cycle: models import config."""
+    """Returns the import path of each family's facts, by decoder_block. Not the facts, because models import config."""
     return importlib.import_module("trainer.models").FAMILIES
 
 
 def imported(path: str, decoder_block: str) -> Any:
-    """Returns the object at an import path `module:NAME`. Messages begin with `decoder_block`.
+    """Returns the object at an import path `module:NAME`. Error messages begin with the key decoder_block.
 
     Raises:
       UserError: there is no such module or name, or importing the module fails.
@@ -131,8 +134,8 @@ def imported(path: str, decoder_block: str) -> Any:
 
 
 def import_facts(decoder_block: str) -> None:
-    """Imports a family's facts, if `decoder_block` is the import path of an object in a module called `facts`. Stage 2
-    imports other modules, which may import JAX.
+    """Imports a family's facts, if `decoder_block` is the import path of an object in a module called `facts`.
+    Other modules may import JAX, so they are imported in stage 2.
 
     Call this only for a module that the user has named: it runs the module's code.
 
@@ -145,8 +148,8 @@ def import_facts(decoder_block: str) -> None:
 
 
 def facts_of(config: Config) -> Facts | None:
-    """Returns the facts of the family of `config`. None if they are unknown, because the family's import path does not
-    lead to facts, or because they have not been imported."""
+    """Returns the facts of the family of `config`. None if the facts are unknown, because the family's import path does
+    not lead to facts, or because the facts have not been imported."""
     return _facts(config.decoder_block)
 
 
@@ -184,5 +187,5 @@ def has_sinks(config: Config) -> bool:
 
 @functools.cache
 def readers(key: str) -> str:
-    """Returns the families of this package that read `key`, as text."""
+    """Returns the families of this package that read `key`, separated by commas."""
     return ", ".join(name for name in families() if (facts := _facts(name)) and key in facts.reads)

@@ -22,7 +22,7 @@ ENVIRONMENT = "environment variable "  # followed by the name of the variable
 YML_ENDINGS = (".yml", ".yaml")
 MAXTEXT_YML = Path(__file__).parent / "maxtext" / "maxtext.yml"
 # The files with the settings that maxtext.yml adds in each post-training command, by the key that selects the command.
-# The first key that is true counts. The files are named as in MaxText.
+# If several keys are true, the first one selects it. The files are named as in MaxText.
 POST_TRAIN = {
     key: Path(__file__).parent / "maxtext" / "post_train" / f"{name}.yml"
     for key, name in (("use_distill", "distillation"), ("use_sft", "sft"), ("use_dpo", "dpo"), ("use_grpo", "rl"))
@@ -36,7 +36,7 @@ _MAXTEXT_POST_TRAIN = re.compile(
 
 @dataclass(frozen=True)
 class Entry:
-    """One key of a file. `given` is its text; `where` is the file and line."""
+    """One key of a file. `given` is the text of its value; `where` is the file and line."""
 
     name: str
     node: yaml.Node
@@ -78,7 +78,7 @@ def is_maxtexts_base(name: str) -> bool:
 
 
 def post_train_name(name: str) -> str:
-    """Returns post_train/NAME.yml if `name` is this file's path in a MaxText checkout; otherwise ""."""
+    """Returns post_train/NAME.yml if `name` is the path of one of MaxText's post-training files; otherwise ""."""
     match = _MAXTEXT_POST_TRAIN.fullmatch(name)
     return match.group(3).lower() if match else ""
 
@@ -90,10 +90,10 @@ def preset_names() -> tuple[str, ...]:
 
 
 def read_chain(name: str, schema: Schema) -> tuple[list[YmlFile], list[str], list[str]]:
-    """Reads the file `name` of a command line and its parents.
+    """Reads the file that a command line names, and its parents.
 
     Returns:
-      The files, the topmost parent first, without the packaged base.yml; errors; notes.
+      The files (the topmost parent first, without the packaged base.yml), the errors, and the notes.
     """
     files: list[YmlFile] = []
     mistakes: list[str] = []
@@ -193,7 +193,8 @@ def _take_parent(entries: list[Entry]) -> Entry | None:
 def _find(wanted: str, folder: Path, visited: Iterable[Path]) -> Path | None:
     """Returns the path of the file `wanted`, relative to `folder` or, inside a MaxText checkout, to its configs folder.
 
-    base.yml and maxtext.yml mean the packaged files if there is no other file with that name. None: no such file.
+    base.yml and maxtext.yml mean the packaged files if there is no other file with that name. Returns None if there is
+    no such file.
     """
     if path_problem(wanted):
         return None
@@ -220,7 +221,8 @@ def _why_not_found(wanted: str, folder: Path) -> str:
 def _is_maxtext(entries: Sequence[Entry], schema: Schema) -> bool:
     """Returns whether a file without base_config is a version of MaxText's base.yml.
 
-    MaxText's first version had 38 keys, 17 of which our base.yml lacks. A copy of our base.yml has only our keys.
+    The criterion is the number of keys that our base.yml lacks: a copy of our base.yml has none, and MaxText's first
+    version has 17.
     """
     names = {entry.name for entry in entries}
     foreign = names - set(schema.keys)

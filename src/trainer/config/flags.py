@@ -24,7 +24,7 @@ def combination(config: Mapping[str, Any]) -> str:
     """Returns the name of the combination that `config` selects.
 
     Raises:
-      UserError: the three flags match no row of the table; the message names the flag to change.
+      UserError: no combination has these values of the three flags; the message names the flag to change.
     """
     if problem := unsupported(config):
         raise UserError(problem)
@@ -49,7 +49,7 @@ def linen_stack(config: Config) -> str | None:
 
 
 def removal(config: Config) -> str | None:
-    """Returns the notice for combinations that use Linen; None for others."""
+    """Returns a notice that Linen will be removed if the flags of `config` select it; otherwise None."""
     if all(_flags(config)):
         return None
     return (
@@ -59,7 +59,7 @@ def removal(config: Config) -> str | None:
 
 
 def unsupported(config: Mapping[str, Any]) -> str | None:
-    """Returns why the flags of `config` are not a combination, and which flags to change; None if they are one."""
+    """Returns why the flags of `config` are not a combination, and which flags to change; None if they are."""
     asked = _flags(config)
     if asked in _NAMES:
         return None

@@ -1,4 +1,4 @@
-"""Defaults of runs that start from a model. base.yml's defaults are for training from scratch and would ruin it."""
+"""Defaults of runs that start from a model. base.yml's defaults, for training from scratch, would ruin the model."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,7 +21,7 @@ def _adapters(otherwise: float, with_adapters: float) -> Callable[[Config], floa
 
 
 _WARM_UP = {"warmup_steps_fraction": 0.1}
-# By command. These values replace base.yml's defaults; any other source of a key takes precedence.
+# The values for each command. They replace base.yml's defaults; any other source of a key takes precedence.
 FROM_A_MODEL: Mapping[str, Mapping[str, Entry]] = {
     TRAIN: {"learning_rate": _adapters(2e-5, 2e-4), **_WARM_UP},
     DISTILL: {"learning_rate": _adapters(2e-5, 2e-4), **_WARM_UP},
@@ -39,8 +39,8 @@ def command_of(config: Config) -> str:
 
 
 def starts_from_model(config: Config) -> bool:
-    """Returns whether a run begins with trained parameters. load_full_state_path of `trainer.train` and
-    `trainer.distill` does not count, because it continues a run, which usually began from scratch."""
+    """Returns whether a run begins with trained parameters. In `trainer.train` and `trainer.distill`, the key
+    load_full_state_path does not count, because it continues a run, which usually began from scratch."""
     continues = command_of(config) not in (TRAIN, DISTILL) and config.load_full_state_path
     return bool(config.load_parameters_path or continues)
 

@@ -1,7 +1,4 @@
-"""The texts of --help and --explain: base.yml, with the values that each key accepts.
-
-The comments of base.yml are the documentation.
-"""
+"""The texts of --help and --explain. They document a key by its comment in base.yml and the values that it accepts."""
 
 import difflib
 import itertools
@@ -18,7 +15,7 @@ from trainer.config.schema import Key, plain_name, schema
 _HELP, _EXPLAIN, _ALL = ("help", "--help", "-h"), "--explain", "all"
 _WIDTH = 116
 
-# Commands that train, and commands that show what training would run, with their options and descriptions.
+# The commands that take the keys of training, each with its options and description.
 _COMMANDS = {
     "train": ("[--dry-run]", "Trains a language model."),
     "sft": ("[--dry-run | --show N]", "Fine-tunes a language model on conversations."),
@@ -38,7 +35,7 @@ _COMMANDS = {
 }
 _OPTIONS = {
     "--dry-run": "stops before the first step; prints what the command would run, and what a step needs",
-    "--show N": "prints the first N records that the command would train on, and what it learns of them",
+    "--show N": "prints the first N records of the training data, and marks the text that is trained on",
     "--json": "prints the tables as JSON",
 }
 _HEAD = """\
@@ -140,7 +137,7 @@ def help_text(section: str = "", command: str = "train") -> str:
 
 
 def explanation(name: str) -> str:
-    """Returns the text of base.yml about the key `name`, or the verdict on MaxText's key with that name.
+    """Returns the text of base.yml about the key `name`, or how this trainer treats the key `name` of MaxText.
 
     Raises:
       UserError: there is no such key.

@@ -2,7 +2,8 @@
 
 Each file of capabilities/ defines for its keys: rows (ROWS), checks of their values (CHECKS), and the settings under
 which they have no effect (INERT, or INERT_HERE if this depends on the devices). base.yml specifies type, choices, range
-and meaning of the values. A key without a row must not change on resume, and affects the compiled step.
+and meaning of the values. A key without a row must not change on resume, and counts as affecting the compiled
+step.
 """
 
 import re
@@ -27,7 +28,7 @@ def left_out(key: str, reason: str) -> Check:
 
 
 def only_if(when: Callable[[Config], object], checks: Iterable[Check], shown: Sequence[str] = ()) -> list[Check]:
-    """Returns `checks`, limited to configurations with a true `when(config)`. Messages also show the keys `shown`."""
+    """Returns `checks` that apply only if `when(config)` is true. Their messages also show the keys in `shown`."""
 
     def narrowed(problem: Problem) -> Problem:
         return lambda config: problem(config) if when(config) else None
@@ -48,14 +49,16 @@ class Resume(Enum):
 
     Attributes:
       SAME: no change.
-      LAYOUT: any change. The key affects how the program is sharded, and results only by summation order and rounding.
+      LAYOUT: any change. The key affects how the program is sharded, and affects results only by summation order and
+        rounding.
       SAME_BITS: any change. The key affects how the program is sharded or where it runs, but no bit of the results.
       BATCH: any change that splits the same global batch differently.
-      LENGTH: any change. The key sets the run's length. The schedule follows it unless the schedule's length is given.
-      AROUND: any change. The key affects what to write, keep, print and evaluate, and how to treat a bad step.
+      LENGTH: any change. The key sets the length of the run or of its learning rate schedule, which by default has the
+        length of the run.
+      AROUND: any change. The key affects what a run writes, keeps, prints and evaluates, and how it treats a bad step.
       UPDATE: a change only with reset_optimizer, which resets the optimizer state. The key affects how gradients become
         an update.
-      TIMETABLE: like UPDATE. The key affects when fragments of DiLoCo synchronize.
+      TIMETABLE: a change only with reset_optimizer. The key affects when fragments of DiLoCo synchronize.
     """
 
     SAME, LAYOUT, SAME_BITS, BATCH, LENGTH, AROUND, UPDATE, TIMETABLE = range(8)

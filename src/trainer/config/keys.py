@@ -1,6 +1,6 @@
 """The type of a configuration: every key of base.yml is an attribute and an item.
 
-keys.pyi declares the types of the keys for mypy. scripts/write_keys.py generates it from base.yml.
+keys.pyi declares the types of the keys for mypy. scripts/write_keys.py generates keys.pyi from base.yml.
 """
 
 from typing import Any

@@ -11,23 +11,24 @@ FILE_BYTES = 1 << 28
 LAYERS, PERIOD, EXPERTS, MODULES = 4096, 64, 4096, 64
 # quantization_config: groups, regular expressions, characters per expression, and digits of a repetition count.
 GROUPS, PATTERNS, PATTERN_CHARACTERS, REPETITION_DIGITS = 1024, 100, 200, 2
-# Chat templates, for one conversation, in the order of the constants: characters of the template; size of one text or
-# list that it makes, of all of them together, and of the result; digits in a format, bits of an integer, operands of **
-# and digits of round; loop iterations and calls together; seconds of CPU time.
+# Chat templates, for one conversation. The characters of the template:
 TEMPLATE_CHARACTERS = 1 << 17
+# The size of one text or list that the template makes, of all these texts and lists together, and of the result:
 MADE_CHARACTERS, MADE_TOGETHER, RENDERED_CHARACTERS = 1 << 26, 1 << 31, 1 << 26
+# The digits of a width in a format, the bits of an integer, the operands of **, and the digits of round:
 FORMAT_DIGITS, INTEGER_BITS, OPERAND, ROUND_DIGITS = 3, 1 << 14, 1000, 100
+# Loop iterations and calls together, and seconds of CPU time:
 TURNS, SECONDS = 1 << 26, 2.5
 # A tokenizer.json: the maximum factor by which its normalizer lengthens a text, the characters that it may add to any
 # text, and its number of steps.
 GROWTH, ADDED_CHARACTERS, NORMALIZERS = 4096, 4096, 64
-# Parquet and Arrow: maximum bytes after decompression, and ratio to the compressed bytes. Bytes of the values that are
-# read at once, if values may be repeated.
+# Compressed data: bytes after decompression, and their ratio to the compressed bytes; only one of these limits may be
+# exceeded. The third limit is for Parquet: bytes of the values that are read at once, if values may be repeated.
 UNPACKED_BYTES, UNPACKED_RATIO, TOGETHER_BYTES = 256 << 20, 200, 1 << 28
-# A GGUF file: keys and tensors, texts in all lists together, bytes of a name, and axes of a tensor. The header has at
-# most FILE_BYTES.
+# A GGUF file: number of keys and of tensors, number of texts in all lists together, bytes of a name, and axes of a
+# tensor. The header has at most FILE_BYTES.
 GGUF_ENTRIES, GGUF_STRINGS, GGUF_NAME_BYTES, GGUF_AXES = 1 << 16, 1 << 22, 1 << 16, 4
-# A sentencepiece token in a GGUF file: its characters, and those of all tokens together. Gemma's have 1.7 million.
+# sentencepiece tokens in a GGUF file: characters of one token, and of all tokens together (for Gemma 1.7 million).
 PIECE_CHARACTERS, PIECES_CHARACTERS = 1024, 1 << 22
 # Bytes of one text of a data set.
 TEXT_BYTES = 1 << 30

@@ -53,12 +53,12 @@ class Loaded:
 
     Attributes:
       config: every key of base.yml with its value, not resolved: values such as `auto` and -1 remain. The model's sizes
-        already include `global_parameter_scale`, which is 1 here.
+        are already multiplied according to `global_parameter_scale`, which is therefore 1 in `config`.
       changed: the keys that the user's yml, the command line or the environment gives, each with its source.
       sources: the source of every key's value; see `files.source_name`.
       warnings: one line for each key that a file repeats, and for each given key that has no effect.
-      notes: one line for each value that is interpreted differently from how it is written, and for each change of the
-        preset.
+      notes: one line for each value that is interpreted differently from how it is written, and for each value of the
+        preset that the user overrides.
       tokenizer: see `Description`.
     """
 
@@ -75,7 +75,7 @@ class Loaded:
 
     @property
     def measures(self) -> bool:
-        """Whether the row length comes from the data: no key sets it, and a model is fine-tuned on records."""
+        """Whether the row length comes from the data, because no key sets it, and a model is fine-tuned on records."""
         further = self.config.load_parameters_path and (
             has_rollouts(self.config) or any(self.config[key] for key in METHODS)
         )
@@ -122,9 +122,10 @@ def load(
     """Stage 1: returns the configuration of `argv`, the arguments after the module's name.
 
     Precedence, lowest first: base.yml; `defaults` of the command, and `from_model.FROM_A_MODEL`; maxtext.yml if it is
-    the yml or one of its parents; the preset of model_name; the parents of the user's yml; that yml; the command line
-    and, with equal rank, the variables M_KEY of `environment`. `source` is the source of `argv` in messages.
-    `imports`: whether facts of a family may be imported by path; false for arguments from a checkpoint.
+    the user's yml or one of its parents; the preset of model_name; the parents of the user's yml; the user's yml; the
+    command line and, with equal rank, the variables M_KEY of `environment`. `source` names the source of `argv` in
+    messages. `imports`: whether code that decoder_block names by import path may be imported; false for arguments from
+    a checkpoint.
 
     Raises:
       UserError: lists all errors of the stage, one line each.
@@ -138,7 +139,9 @@ def begin(
 ) -> "Begun":
     """Like `load`, for a command that takes the model from load_parameters_path if model_name is not given.
 
-    Raises: like `load`. If the model has to be read first, only errors that do not depend on the model.
+    Raises:
+      UserError: like `load`; but if the model has to be read first, lists only errors that do not depend on the model.
+      SystemExit: like `load`.
     """
     begun = _begin(argv, COMMAND_LINE, environment, defaults)
     if not begun.path:
@@ -212,7 +215,7 @@ class Begun:
         return "" if known or ("://" in path and not path.startswith("gs://")) else path
 
     def end(self, described: Description | None = None) -> Loaded:
-        """Returns the configuration, in which `described` replaces the preset; None if `path` describes no model.
+        """Returns the configuration. `described` replaces the preset; it is None if the checkpoint describes no model.
 
         Raises:
           UserError: lists all errors, one line each.
@@ -233,7 +236,7 @@ class Begun:
             config = _config(sized)
         where = {name: setting.where for name, setting in sized.items()}
         reader.mistakes += _outgrown(reader.schema, values, sized)
-        if code := self._foreign():  # before any of that code is imported
+        if code := self._foreign():  # reports foreign code before it is imported
             raise report([*reader.mistakes, *code])
         if imports:
             _import_facts(reader, config)
@@ -295,7 +298,7 @@ def _config(settings: Mapping[str, Setting]) -> Config:
 
 
 def _import_facts(reader: Reader, config: Config) -> None:
-    """Imports the facts of a family that is given by import path. Adds an error to the reader's mistakes."""
+    """Imports the facts of a family that is given by import path. On failure, adds an error to `reader.mistakes`."""
     if "decoder_block" in reader.broken:
         return
     try:
@@ -329,7 +332,7 @@ def answer(asked: Question, load_sides: Callable[[Sequence[str]], Mapping[str, L
 
 
 def _outgrown(schema: Schema, values: dict[str, Setting], sized: dict[str, Setting]) -> list[str]:
-    """Returns one line for each size that is out of range after global_parameter_scale."""
+    """Returns one line for each size that is out of range because of global_parameter_scale."""
     grown = {name: setting for name, setting in sized.items() if setting.value != values[name].value}
     checked = ((name, setting, schema.keys[name]) for name, setting in grown.items())
     return [
@@ -348,8 +351,8 @@ def _other_defaults(
     accepted: Sequence[Any],
 ) -> list[str]:
     """Returns notes on defaults that differ from MaxText's, if the user may expect MaxText's defaults: with MaxText's
-    base.yml, with a preset, or with the user's own data. Returns a single line if nothing else comes from MaxText:
-    neither a yml (`notes`) nor an `accepted` key."""
+    base.yml, with a preset, or with the user's own data. The result is a single line if the user gives neither a yml of
+    MaxText (`notes` is empty) nor a key of MaxText (`accepted` is empty)."""
     base = [file for file in files if file.is_maxtext]
     own = config.model_name != "default" or config.dataset_type in OWN_KEYS
     if not (base or notes or own):

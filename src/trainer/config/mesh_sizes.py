@@ -11,10 +11,11 @@ from trainer.config.words import counted
 
 
 def fill_mesh(values: Config, device_count: int, num_slices: int | None) -> list[str]:
-    """Sets each axis of size -1 in `values` to the remaining size, within a slice and across slices. Returns errors.
+    """Replaces each axis size -1 in `values` by the size that uses all devices of a slice, or all slices. Returns
+    errors.
 
-    `num_slices` is None for devices without slices, such as CPUs. The number of slices is then the product of the
-    sizes across slices.
+    `num_slices` is None for devices without slices, such as CPUs. In that case, the number of slices is the product of
+    the axis sizes across slices.
     """
     if missing := _unbuilt(values):
         return missing
@@ -32,7 +33,8 @@ def fill_mesh(values: Config, device_count: int, num_slices: int | None) -> list
 
 
 def _unbuilt(values: Config) -> list[str]:
-    """Returns an error for each unused axis that is not 1, in case the values were changed after stage 1."""
+    """Returns an error for each unused axis with a size other than 1. Stage 1 (`load`) checks this, too, but `values`
+    may have been changed since."""
     return [
         Unbuilt(f"{keys[axis]}={values[keys[axis]]}: {reason}; leave it at 1")
         for axis, reason in UNUSED_AXES.items()
@@ -42,8 +44,8 @@ def _unbuilt(values: Config) -> list[str]:
 
 
 def _fill(values: Config, keys: Mapping[str, str], count: int, what: str) -> list[str]:
-    """Replaces -1 so that the product of the sizes is `count`. Returns errors. `keys` maps axes to keys, and `what`
-    describes `count`."""
+    """Replaces the size -1 so that the product of the sizes is `count`. Returns errors. `keys` maps each axis to the
+    key of its size; `what` is `count` in words, such as "8 devices"."""
     sizes = _sizes(values, keys)
     known = math.prod(size for size in sizes.values() if size != -1)
     left_over = [axis for axis, size in sizes.items() if size == -1]
@@ -66,16 +68,16 @@ def _sizes(values: Config, keys: Mapping[str, str]) -> dict[str, int]:
 
 
 def _product(sizes: Mapping[str, int]) -> str:
-    """Returns for example `data 2 x fsdp 3 = 6`, without axes of size 1 or -1."""
+    """Returns the product of the sizes in words, for example `data 2 x fsdp 3 = 6`. Omits axes of size 1 or -1."""
     shown = {axis: size for axis, size in sizes.items() if size not in (1, -1)}
     factors = " x ".join(f"{axis} {size}" for axis, size in shown.items()) or "all axes 1"
     return f"{factors} = {math.prod(shown.values())}" if len(shown) > 1 else factors
 
 
 def _nearest_mesh(sizes: Mapping[str, int], count: int) -> dict[str, int]:
-    """Returns the mesh of `count` devices whose sizes are nearest to `sizes`, by ratio. -1 matches any size.
+    """Returns the axis sizes with the product `count` that are nearest to `sizes`, by ratio. -1 matches any size.
 
-    Axes of size 1 other than data and fsdp keep size 1.
+    Axes of size 1 keep this size and are omitted, except for data and fsdp.
     """
     free = [axis for axis, size in sizes.items() if axis in ("data", "fsdp") or (size != 1 and axis not in UNUSED_AXES)]
     asked = [sizes[axis] for axis in free]

@@ -1,4 +1,4 @@
-"""Divisors and nearby numbers, which messages suggest."""
+"""Finds divisors and nearby numbers, which messages suggest."""
 
 import math
 from collections.abc import Iterable
@@ -12,7 +12,8 @@ def divisors(*numbers: int) -> list[int]:
 
 
 def around(number: int, fitting: Iterable[int]) -> str:
-    """Returns the nearest of the sorted numbers `fitting` below and above `number`, in words: "2 or 4"."""
+    """Returns the numbers nearest to `number`, below and above it, in the sorted numbers `fitting`, in words: "2 or
+    4"."""
     others = [*fitting]
     below, above = [n for n in others if n < number], [n for n in others if n > number]
     return " or ".join(map(str, below[-1:] + above[:1]))

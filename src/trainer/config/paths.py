@@ -1,4 +1,4 @@
-"""Paths as users write them. Invalid paths are reported before a system call fails."""
+"""Checks the paths that users write, so that an invalid path is reported before a system call fails."""
 
 import os
 from pathlib import Path
@@ -37,7 +37,7 @@ def url_problem(text: str) -> str | None:
 
 
 def without_secrets(url: str) -> str:
-    """Returns `url` for messages: http and https URLs without user, password and query, which may be secret."""
+    """Returns `url` for messages. Removes the user, password and query of http and https URLs, which may be secret."""
     if not url.startswith(("http://", "https://")):
         return url
     scheme, _, rest = url.partition("://")
@@ -47,8 +47,8 @@ def without_secrets(url: str) -> str:
 
 
 def local_path(text: str, what: str = "") -> Path:
-    """Returns `text` as a path, with `~` expanded. `what`: the beginning of the message, such as `tokenizer_path=`.
-    Raises UserError if the path is invalid; see `path_problem`."""
+    """Returns `text` as a path, with `~` expanded. Raises UserError if the path is invalid; see `path_problem`. `what`:
+    the beginning of the error message, such as `tokenizer_path=`."""
     if problem := path_problem(text):
         raise UserError(f"{what}{shortened(text)}: {problem}")
     return Path(text).expanduser()

@@ -1,6 +1,7 @@
-"""Reads YAML within limits: a small untrusted text cannot expand to a large value.
+"""Reads YAML within limits, so that a small untrusted text cannot expand to a large value.
 
-All YAML from users and folders is read here. Exceeding a limit raises `Limit`, a `yaml.YAMLError` like a syntax error.
+All YAML from users and folders is read with this module. The exception for an exceeded limit is `Limit`, which is a
+`yaml.YAMLError`, like the exception for a syntax error.
 """
 
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import yaml
 from trainer.config.schema import LOADER
 
 # For comparison: base.yml, the longest file of keys, has 30,000 characters, 900 nodes and a depth of 4.
-MAX_LENGTH = 1 << 18  # characters of the text, and of all its nodes once aliases and merge keys are expanded
+MAX_LENGTH = 1 << 18  # the most characters in a text, and in its nodes once aliases and merge keys are expanded
 MAX_DEPTH = 24
 _TAG = "tag:yaml.org,2002:"
 _PLAIN_TAGS = {f"{_TAG}{name}" for name in ("null", "bool", "int", "float", "str", "seq", "map")}
@@ -42,7 +43,7 @@ def compose(text: str) -> yaml.Node | None:
     """Returns the root node of `text`; None if it is empty. Does not expand merge keys (`<<`); see `flatten`.
 
     Raises:
-      yaml.YAMLError: it is not YAML, or exceeds a limit.
+      yaml.YAMLError: `text` is not YAML, or exceeds a limit.
     """
     if len(text) > MAX_LENGTH:
         raise _limit(f"more than {MAX_LENGTH} characters", None)
@@ -90,14 +91,15 @@ def reason(error: yaml.YAMLError) -> str:
 
 
 def describe(error: yaml.YAMLError, where: str) -> str:
-    """Returns a message: the file `where`, the line if it is known, and the problem."""
+    """Returns a message: the name `where` of the file, the line number if it is known, and the problem."""
     mark = getattr(error, "problem_mark", None)
     line = f":{mark.line + 1}" if mark else ""
     return f"{where}{line}: {'' if isinstance(error, Limit) else 'not YAML: '}{reason(error)}"
 
 
 def repeated_keys(node: yaml.MappingNode) -> dict[str, list[int]]:
-    """Returns the line numbers of each key that occurs more than once in `node`. Call it before `flatten`."""
+    """Returns the line numbers of each key that occurs more than once in `node`. Call this function before `flatten`,
+    which may repeat keys."""
     lines: dict[str, list[int]] = {}
     for key, _ in node.value:
         if isinstance(key, yaml.ScalarNode):
@@ -106,8 +108,8 @@ def repeated_keys(node: yaml.MappingNode) -> dict[str, list[int]]:
 
 
 def _check_limits(text: str) -> None:
-    """Checks the size and depth of the document by the parser's events, without composing it."""
-    anchors: dict[str | None, tuple[int, int] | None] = {}  # (length, depth) of each anchor; None while it is open
+    """Checks the size and depth of the document from the parser's events, without composing its nodes."""
+    anchors: dict[str | None, tuple[int, int] | None] = {}  # each anchor's (length, depth); None: its node is open
     open_nodes: list[tuple[str | None, int, int]] = []  # (anchor, length so far, depth so far)
 
     def add(length: int, depth: int, mark: Any) -> None:
@@ -139,7 +141,7 @@ def _check_limits(text: str) -> None:
                 anchors[event.anchor] = len(event.value) + 1, 1
             add(len(event.value) + 1, 1, mark)
         elif isinstance(event, yaml.AliasEvent):
-            # The composer reports an alias that has no anchor.
+            # An alias without an anchor passes this check; the composer reports it.
             size = anchors.get(event.anchor, (0, 0))
             if size is None:
                 raise _limit(f"the alias *{event.anchor} is inside its own anchor", mark)
@@ -147,7 +149,8 @@ def _check_limits(text: str) -> None:
 
 
 def _events(text: str) -> Iterator[yaml.Event]:
-    """Yields the parser's events. libyaml's nesting limit (since PyYAML 6.0.4) may apply first: libyaml reads ahead."""
+    """Yields the parser's events. libyaml reads ahead, so its own nesting limit (since PyYAML 6.0.4) may be exceeded
+    before ours is; the error is then the same as for our limit."""
     try:
         yield from yaml.parse(text, Loader=LOADER)
     except yaml.MarkedYAMLError as error:
@@ -177,7 +180,7 @@ def _walk(node: yaml.Node) -> Iterator[yaml.Node]:
 
 
 def _fits(node: yaml.ScalarNode) -> bool:
-    """Returns whether a scalar's text fits its type: `!!int x` and `!!bool 3` do not."""
+    """Returns whether a scalar's text fits the type of its tag. In `!!int x` and `!!bool 3`, it does not."""
     if node.tag == f"{_TAG}str":
         return True
     return not node.style and yaml.SafeLoader("").resolve(yaml.ScalarNode, node.value, (True, False)) == node.tag

@@ -1,4 +1,4 @@
-"""The data keys that a command reads from the folder at prepared_path, made by trainer.prepare."""
+"""Reads the data keys that the folder at prepared_path, made by trainer.prepare, determines."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +14,8 @@ from trainer.config.reader import Setting
 from trainer.config.saved import read_saved
 from trainer.config.schema import schema
 
-# In the folder: the keys, a description of its contents (written last), and a subfolder with the tokenizer's files.
+# Names in the folder: the file of its keys, the file that describes its contents (written last), and the subfolder with
+# the tokenizer's files.
 CONFIG, MANIFEST, TOKENIZER = "config.yml", "prepared.json", "tokenizer"
 # Keys that determine the rows and that training needs. prepared_path sets them to the folder's values.
 _KEYS = (
@@ -25,14 +26,16 @@ _KEYS = (
     *("prepare_part_mib", "dpo_max_prompt_length"),
 )
 _TEMPLATES = ("chat_template", "chat_template_path", "formatting_func_path", "formatting_func_kwargs")
-# All keys that determine the rows. Training reads the template from the tokenizer's files, and needs no filters.
+# All keys that determine the rows. Training needs only `_KEYS`: it reads the chat template from the tokenizer's files,
+# and the rows are already filtered.
 DETERMINING = (*_KEYS, *_TEMPLATES, *FILTERS)
 
 
 def of_prepared(
     place: str, known: Mapping[str, Setting], given: Mapping[str, Setting]
 ) -> tuple[dict[str, Setting], list[str]]:
-    """Returns the settings that the folder `place` determines, and an error for each key that contradicts them.
+    """Returns the settings that the folder `place` determines, and an error for each given key that contradicts the
+    folder.
 
     Args:
       place: the value of prepared_path.
@@ -62,7 +65,8 @@ def of_prepared(
 
 
 def saved_keys(place: str) -> dict[str, Any]:
-    """Returns the keys with which the folder `place` was prepared. Raises UserError if it cannot be read."""
+    """Returns the values of all keys with which the folder `place` was prepared. Raises UserError if the folder is
+    incomplete or cannot be read."""
     folder = local_path(place, "prepared_path=")
     if not (folder / MANIFEST).is_file():
         raise UserError(
@@ -73,11 +77,12 @@ def saved_keys(place: str) -> dict[str, Any]:
 
 
 def keys_in(folder: Path) -> dict[str, Any]:
-    """Returns the keys in a folder's CONFIG, even if the folder is incomplete. Raises UserError if it is unreadable."""
+    """Returns the values of all keys in the file CONFIG of `folder`, which may be incomplete. Raises UserError if the
+    file cannot be read."""
     try:
         with (folder / CONFIG).open("rb") as file:
             text = file.read(JSON_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{folder / CONFIG} cannot be read: {error}") from error
-    # A folder from an earlier version may lack keys.
+    # A folder from an earlier version may lack newer keys, so start from the defaults.
     return {name: key.default for name, key in schema().keys.items()} | read_saved(text, str(folder / CONFIG))

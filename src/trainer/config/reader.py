@@ -1,4 +1,4 @@
-"""Reads command-line words and file entries into settings according to the schema, and collects all errors."""
+"""Turns command-line arguments and entries of files into settings according to the schema, and collects all errors."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -23,7 +23,8 @@ class Setting:
 
 @dataclass
 class Reader:
-    """Reads settings by the schema. Collects errors, and the keys whose values could not be read (`broken`)."""
+    """Reads settings according to the schema. Collects errors (`mistakes`), and the keys whose values could not be read
+    (`broken`)."""
 
     schema: Schema
     mistakes: list[str] = field(default_factory=list)
@@ -33,17 +34,20 @@ class Reader:
     _suggested: int = 0
 
     def nearest_key(self, name: str) -> str:
-        """Returns the end of a message, see `nearest`; "" after SCREEN_LINES searches, which take milliseconds each."""
+        """Returns the end of a message that suggests a key: the nearest of our keys (see `nearest`) or of MaxText's.
+        Returns "" after SCREEN_LINES calls, because each search takes milliseconds."""
         self._suggested += 1
         if self._suggested > SCREEN_LINES:
             return ""
         ours, theirs = nearest(name, self.schema.keys), verdicts.nearest_name(name)
-        contains = bool(ours) and all(part in ours for part in name.split("_"))  # not just similar letters
+        # Whether our key contains all words of `name`, and is not just spelled similarly.
+        contains = bool(ours) and all(part in ours for part in name.split("_"))
         prefix = theirs is not None and theirs.startswith(f"{name}_") and not contains
         return f"; nearest: {theirs} (of MaxText)" if theirs and (prefix or not ours) else ours
 
     def setting(self, name: str, given: str, where: str, read: Callable[[Key], Any]) -> dict[str, Setting]:
-        """Returns {name: setting}, or {} after an error."""
+        """Returns {key: setting} for the key `name`, which the source `where` sets to the text `given`; {} after an
+        error."""
         shown, name = f"{shortened(name)}={shortened(given)} ({where})", plain_name(name)
         key = self.schema.keys.get(name)
         if key is None:
@@ -72,7 +76,8 @@ class Reader:
         return self.setting(entry.name, entry.given, entry.where, functools.partial(read_node, node=entry.node))
 
     def file(self, file: YmlFile) -> dict[str, Setting]:
-        """Returns the settings of a file; for a copy of base.yml (ours or MaxText's), only the changed ones."""
+        """Returns the settings of a file; for a copy of base.yml (ours or MaxText's), only those that the user
+        changed."""
         settings: dict[str, Setting] = {}
         entries: Sequence[Entry] = file.entries
         if file.is_maxtext:

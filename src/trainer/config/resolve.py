@@ -1,4 +1,5 @@
-"""Stage 2, after `load`: fills in values that depend on the devices, and checks values that depend on the mesh."""
+"""Stage 2 of reading a configuration, after stage 1 (`load`): fills in values that depend on the devices, and checks
+values that depend on the mesh."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -51,7 +52,7 @@ def resolved(
     num_slices: int | None = None,
     capability: Capability | None = None,
 ) -> Values:
-    """Like `resolve`, but returns mutable values, in a tenth of the time, for checks of many configurations.
+    """Like `resolve`, but returns mutable values. It takes a tenth of the time, for checks of many configurations.
 
     `num_slices`: the number of slices; None for devices without slices (see `mesh_sizes.fill_mesh`). `capability`: the
     lowest compute capability of the NVIDIA GPUs; None if unknown.
@@ -128,13 +129,13 @@ def _fill(values: Config, platform: str) -> None:
 
 
 def _indivisible(values: Config, mesh: Mapping[str, int]) -> list[str]:
-    """Returns one line for each length that the mesh axes of its rules cannot split evenly."""
+    """Returns one line for each axis length that is not divisible by the number of shards of its sharding rule."""
     blocked: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     rules = make_rules(values.logical_axis_rules)
     tensors = tensors_of(values)
     named = {name for names in tensors.values() for name in names}
     sized = [(name, dimension(name, values)) for name in DIMENSIONS if name in named]
-    if splits_rows(values):  # a check of `context_keys` covers the tokens of a row
+    if splits_rows(values):  # CONTEXT_CHECKS cover the tokens of a row
         sized = [(name, key) for name, key in sized if key != "max_target_length"]
     if values.mtp_num_layers:
         sized.append(PROJECTED)
@@ -159,13 +160,13 @@ def _uneven_rows(values: Config, mesh: Mapping[str, int]) -> list[str]:
     keys = ["per_device_batch_size"]
     if values.eval_interval > 0 and values.eval_per_device_batch_size % values.per_device_batch_size:
         keys.append("eval_per_device_batch_size")
-    # Rows are split over DiLoCo's islands, then by the rule.
+    # Rows are split over DiLoCo's islands, then by the rule of activation_batch.
     axes = ("diloco", *make_rules(values.logical_axis_rules)["activation_batch"])
     devices, count = math.prod(mesh.values()), microbatches(values)
     if count % stages(values):
-        count = 1  # the checks of `pipeline_keys` report it
+        count = 1  # PIPELINE_CHECKS report this mismatch
     else:
-        axes = tuple(axis for axis in axes if axis != STAGE)  # the stages process different microbatches at a time
+        axes = tuple(axis for axis in axes if axis != STAGE)  # stages do not share a microbatch
     parts, batches = count * _product(mesh, axes), {key: values[key] * devices for key in keys}
     others = _other_counts(values, count, parts // count, batches.values()) if count > 1 else ""
     lines = []
@@ -181,13 +182,13 @@ def _uneven_rows(values: Config, mesh: Mapping[str, int]) -> list[str]:
 
 
 def _is_whole(rows: float) -> bool:
-    # A value such as 0.1 is not exact in binary; 0.1 x 30 devices still make 3 rows.
+    # Binary floating point does not represent 0.1 exactly, but 0.1 x 30 devices must count as 3 rows.
     return round(rows) >= 1 and abs(rows - round(rows)) < 1e-6
 
 
 def _other_counts(values: Config, count: int, shards: int, batches: Collection[float]) -> str:
-    """Returns the end of a message: the nearest numbers of pipeline microbatches that divide all `batches` into whole
-    rows for each of the `shards`; "" if there are none."""
+    """Returns the end of a message that suggests the nearest values of num_pipeline_microbatches for which each of
+    `batches` splits into whole rows; "" if there are none. `shards`: the number of shards of a microbatch."""
     step = stages(values) * shards
     if not all(_is_whole(rows) and rows <= INT32_MAX and round(rows) % step == 0 for rows in batches):
         return ""

@@ -1,4 +1,4 @@
-"""The keys that may differ between a checkpoint and the command that resumes from it."""
+"""Checks which keys differ between a checkpoint and the command that resumes from it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -27,8 +27,7 @@ def check_resume(saved: Mapping[str, Any], config: Config, schedule_given: bool,
     """Returns warnings about resuming under `config` from a checkpoint with the configuration `saved`.
 
     Args:
-      saved: the keys of a config.yml. If a key is missing, it was added to base.yml later; its default is the old
-        behaviour.
+      saved: the keys of a config.yml. A missing key was added to base.yml later; its default is the old behaviour.
       config: the resolved configuration of the command.
       schedule_given: whether the command gives `learning_rate_schedule_steps`.
       where: the checkpoint, for the message.
@@ -40,16 +39,16 @@ def check_resume(saved: Mapping[str, Any], config: Config, schedule_given: bool,
     differing = [name for name in schema().keys if before[name] != frozen(config[name])]
     allowed = MAY_CHANGE.union(UPDATE) if config.reset_optimizer else MAY_CHANGE
     if config.enable_lora or has_reference(config):
-        allowed = allowed.union(["load_parameters_path"])  # loading the checkpoint verifies the base and the reference
+        allowed = allowed.union(["load_parameters_path"])  # loading verifies the weights at this path
     if config.use_distill:
-        # Verified elsewhere: the teacher when it is loaded, its tokenizer and saved logits with the data position.
+        # The teacher is verified when it is loaded; its tokenizer and saved logits, with the position in the data.
         allowed = allowed.union(["teacher_path", "tokenizer_path", "teacher_logits_path"])
     if _rows_split(before) != _rows_split(config):
-        allowed = allowed.union(["attention"])  # each context_parallel_strategy supports only a few kernels
+        allowed = allowed.union(["attention"])  # another split of the rows may need another kernel
     if not has_dropout(before) and not has_dropout(config):
         allowed = allowed.union(["enable_dropout"])
     if config.prepared_path or before.prepared_path:
-        allowed = allowed.union(DETERMINING, ["tokenizer_path"])  # the position in the data identifies the rows
+        allowed = allowed.union(DETERMINING, ["tokenizer_path"])  # the saved position verifies the rows
     if has_rollouts(config):
         allowed = allowed.difference(DRAWN)
     wrong = [_change(before, config, name) for name in differing if name not in allowed]
@@ -80,7 +79,8 @@ def check_resume(saved: Mapping[str, Any], config: Config, schedule_given: bool,
 
 
 def another_update(saved: Mapping[str, Any], config: Config) -> str:
-    """Returns a line with the update keys that differ from `saved`, the configuration of the initial state, or ""."""
+    """Returns a line with the keys of `UPDATE` whose values differ from `saved`, the configuration that made the
+    initial state; "" if none differs."""
     before = _with_defaults(saved)
     changes = ", ".join(_change(before, config, name) for name in UPDATE if before[name] != frozen(config[name]))
     return changes and f"its updates were made with other settings (old -> new): {changes}"
@@ -99,8 +99,9 @@ def another_program(saved: Mapping[str, Any], config: Config) -> str:
 def check_islands(saved: Mapping[str, Any], config: Config, where: str) -> None:
     """Checks that the number of DiLoCo islands equals the checkpoint's.
 
-    If islands take over fragments some steps after their synchronization, the synchronization schedule must also be the
-    same. Otherwise a fragment in flight would never arrive.
+    If islands take over a synchronized fragment only some steps later, the synchronization schedule must also be the
+    same: with another schedule, the islands would never take over a fragment that was synchronized just before the
+    checkpoint.
 
     Args: see `check_resume`.
 
@@ -158,8 +159,8 @@ def check_optimizer(saved: Mapping[str, Any], config: Config, where: str) -> Non
 def resets(saved: Mapping[str, Any], config: Config) -> bool:
     """Returns whether `reset_optimizer` applies to a run's own checkpoint, which has the configuration `saved`.
 
-    It does not apply if the checkpoint was already saved with `reset_optimizer` and the same update keys. So repeating
-    a command resumes the run.
+    It does not apply if the checkpoint was already saved with `reset_optimizer` and the same keys of `UPDATE`, so that
+    repeating the command resumes the run instead of resetting the optimizer again.
     """
     before = _with_defaults(saved)
     again = before.reset_optimizer and all(before[name] == frozen(config[name]) for name in UPDATE)

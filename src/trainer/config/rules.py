@@ -31,12 +31,13 @@ def merge_rules(below: Iterable[Rule], above: Iterable[Rule]) -> list[Rule]:
 
 
 def make_rules(rules: Iterable[Sequence[Any]]) -> dict[str, tuple[str, ...]]:
-    """Returns the mesh axes of each logical name."""
+    """Returns the mesh axes of each logical axis, by name."""
     return {name: (axes,) if isinstance(axes, str) else tuple(axes or ()) for name, axes in rules}
 
 
 def with_lengths(names: Iterable[str], config: Config) -> str:
-    """Returns a tensor's axes, with lengths where a key of `config` sets them: `[layers 2, embed 192]`."""
+    """Returns a tensor's logical axes in words, each with its length if a key of `config` sets it: `[layers 2, embed
+    192]`."""
     lengths = {name: config.get(dimension(name, config), "") for name in names}
     return f"[{', '.join(f'{name} {length}'.rstrip() for name, length in lengths.items())}]"
 

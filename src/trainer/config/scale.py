@@ -1,4 +1,4 @@
-"""global_parameter_scale: multiplies the number of parameters of the model by about this factor."""
+"""Applies the key global_parameter_scale, which multiplies the number of the model's parameters by about its value."""
 
 from trainer.config.key_rows import Check
 from trainer.config.keys import Config
@@ -6,10 +6,11 @@ from trainer.config.reader import Setting
 
 
 def factors(scale: int) -> dict[str, int]:
-    """Returns the factor for each size that scales the number of parameters by about `scale`, a power of two.
+    """Returns a factor for each size; together, they multiply the number of parameters by about `scale`, a power of
+    two.
 
-    With log2(scale) = 3 a + r: 2^a for layers, 2^(a + [r > 0]) for heads and MLP, 2^(a + [r > 1]) for the width, as in
-    MaxText. `head_dim` and `vocab_size` do not change.
+    If log2(scale) = 3 a + r, the factors are 2^a for layers, 2^(a + [r > 0]) for heads and MLP, and 2^(a + [r > 1]) for
+    the width, as in MaxText. `head_dim` and `vocab_size` do not change.
     """
     a, r = divmod(scale.bit_length() - 1, 3)
     heads = 2 ** (a + (r > 0))
@@ -43,7 +44,8 @@ def scaled(values: dict[str, Setting]) -> dict[str, Setting]:
 
 
 def growth(values: dict[str, Setting], sized: dict[str, Setting]) -> list[str]:
-    """Returns one line with the sizes that `scaled` changed, if any."""
+    """Returns a list with one line about the sizes that `scaled` changed; [] if it changed none. `sized`: the result of
+    `scaled`."""
     if sized is values:
         return []
     sizes = [
@@ -60,7 +62,7 @@ def is_power_of_two(scale: int) -> bool:
 
 
 def problem(config: Config) -> str | None:
-    """Returns why `scaled` did not apply the scale, or None. After applying it, the scale is 1."""
+    """Returns why `scaled` did not apply the scale; None if it did, and set the key to 1."""
     scale = config.global_parameter_scale
     if is_power_of_two(scale):
         return None

@@ -12,7 +12,7 @@ import yaml
 
 BASE_YML = Path(__file__).parents[1] / "base.yml"
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is ten times faster
-# Devices store counts in 32 bits, and numbers in at most float32.
+# Devices store counts as 32-bit integers, and other numbers with at most the precision of float32.
 INT32_MAX = 2**31 - 1
 FLOAT32_MAX = 3.4e38
 
@@ -165,7 +165,7 @@ def _key(name: str, default: Any, form: str, section: str, doc: str) -> Key:
 
 
 def _item_of(form: str) -> str:
-    """Returns the type of the items in a form `list of ...`."""
+    """Returns the type of the items in the comment `form`, which begins with `list of`."""
     return form.removeprefix("list of ").removesuffix(_OR_NONE)
 
 

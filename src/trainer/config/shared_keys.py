@@ -24,10 +24,10 @@ SHARED = (
 
 
 def teacher_values(config: Config) -> dict[str, Any]:
-    """Returns the teacher's configuration, not yet resolved. `config`: the student's resolved configuration, with all
-    keys of the teacher's model in teacher_overrides (`weights.teacher_files`)."""
+    """Returns the teacher's configuration, not yet resolved. `config`: the student's resolved configuration, whose
+    teacher_overrides contains all keys of the teacher's model (see `weights.teacher_files`)."""
     overrides: Any = {name: value for name, value in config.teacher_overrides.items() if value != "auto"}
     dtype = overrides.get("dtype", config.dtype)
     values = {name: key.default for name, key in schema().keys.items()}
-    # The teacher is not updated, so its weights need no more precise dtype.
+    # The teacher is not updated, so its weights need not be more precise than its computations.
     return values | {"dtype": dtype, "weight_dtype": dtype} | overrides | {name: config[name] for name in SHARED}

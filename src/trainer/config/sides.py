@@ -1,8 +1,8 @@
-"""Reads several configurations from one command line.
+"""Reads several configurations, called sides, from one command line.
 
-`key=value` applies to all sides, `left.key=value` and `right.key=value` to one. `left=NAME` and `right=NAME` set the
-three flags of the combination NAME. `right=NAME,NAME` and `right=all` make several right sides, and each is compared
-with the left side.
+`key=value` applies to all sides, `left.key=value` to the left side, and `right.key=value` to every right side.
+`left=NAME` and `right=NAME` set the three flags of the combination NAME (see `flags`). `right=NAME,NAME` and
+`right=all` make several right sides, each of which is compared with the left side.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ from trainer.config.load import Begun, Loaded, answer, begin, load
 from trainer.config.schema import schema
 from trainer.config.trust import code_of_checkpoint
 
-# Prepares all sides, and returns the function that reads the model of one side.
+# A function that prepares all sides, and returns a function that reads the model of one side.
 ModelReader = Callable[[Sequence[Begun]], Callable[[Begun], Loaded]]
 T = TypeVar("T")
 
@@ -26,7 +26,8 @@ LEFT, RIGHT, ALL = "left", "right", "all"
 
 @dataclass(frozen=True)
 class Side:
-    """One configuration of a command line. `name` identifies it; `words` are the words that apply only to this side."""
+    """One configuration of a command line. `name` identifies the side; `words` are the `key=value` arguments that apply
+    only to it. In the sides of `load_sides`, they include the flags of the side's combination."""
 
     name: str
     words: tuple[str, ...]
@@ -36,10 +37,12 @@ class Side:
 def load_sides(
     argv: Sequence[str], environment: Mapping[str, str] | None = None, models: ModelReader = lambda sides: Begun.end
 ) -> list[Side]:
-    """Returns the left side, then the right sides in order; one side with the name "" if no word names a side.
+    """Returns the left side, then the right sides in order. If no argument names a side, returns one side with the name
+    "".
 
-    Words for one side override words for all sides; otherwise, later words override earlier ones. `environment`: see
-    `load`. `models`: reads the models at load_parameters_path, see `begin`; by default, none is read.
+    Arguments for one side override arguments for all sides; apart from this, later arguments override earlier ones.
+    `environment`: see `load`. `models`: reads the models at load_parameters_path, see `begin`; by default, none is
+    read.
 
     Raises:
       UserError: the errors of the first side that has any.
@@ -79,8 +82,8 @@ def load_against(
     the keys that were given for the recorded side.
 
     Raises:
-      UserError: the errors of the first side that has any; words for the left side; another yml than base.yml; or code
-        that only the record names.
+      UserError: the errors of the first right side that has any; an argument is for the left side; the yml is not
+        base.yml; or the record names code that the command line does not name.
     """
     shared, lefts, right, names = _split(argv)
     yml, shared = (shared[0], shared[1:]) if shared and "=" not in shared[0] else ("base.yml", shared)
@@ -108,7 +111,8 @@ def differences(sides: Sequence[Side]) -> dict[str, list[str]]:
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str], list[str], dict[str, list[str]]]:
-    """Returns the words for all sides, for the left and for the right, and each side's combinations."""
+    """Returns the arguments for all sides, for the left side and for the right sides, and the combinations of each
+    side."""
     shared: list[str] = []
     own: dict[str, list[str]] = {LEFT: [], RIGHT: []}
     names: dict[str, list[str]] = {}

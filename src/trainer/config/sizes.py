@@ -9,10 +9,11 @@ from trainer.config.rules import with_lengths
 from trainer.config.schema import INT32_MAX
 from trainer.config.tensors import dimension, tensors_of
 
-# Elements of one array over all devices. Published models have up to 2^38; XLA's byte sizes end at 2^63.
+# The maximum number of elements of one array, over all devices. Published models have up to 2^38 elements, and XLA
+# supports less than 2^63 bytes.
 MAX_ENTRIES = 2**46
 BYTES = {"float32": 4, "bfloat16": 2}
-_BYTES_OF_TOKEN = 5 * 4  # in a batch: the int32 arrays [rows, length] that every objective needs
+_BYTES_OF_TOKEN = 5 * 4  # five int32 arrays [rows, length], which every objective's batch has
 
 
 def too_large(values: Config) -> list[str]:
@@ -24,7 +25,7 @@ def least_bytes(config: Config) -> int:
     """Returns a lower bound on the memory that training needs on all devices together, in bytes.
 
     Counts parameters, optimizer state, the batch of an update and the hidden states of one microbatch, as if nothing
-    were replicated. Leaves out host memory, and tensors that are not in `tensors_of`.
+    were replicated. Does not count host memory, and tensors that `tensors_of` does not return.
 
     Args:
       config: a resolved configuration.
@@ -71,7 +72,7 @@ def _too_many_entries(values: Config) -> list[str]:
             lines.append(
                 f"{tensor} {with_lengths(names, values)}: {entries:.4g} elements, too large for any device or compiler"
             )
-    return lines[:1]  # other arrays of the same sizes would repeat the message
+    return lines[:1]  # only one line, because other arrays of the same sizes would repeat it
 
 
 def _parameters(values: Config) -> dict[str, tuple[str, ...]]:

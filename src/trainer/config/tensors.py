@@ -8,7 +8,7 @@ from trainer.config.family import Axes, facts_of
 from trainer.config.keys import Config
 
 # The tensors of a model whose blocks are like Llama's. A name with a slash is the end of a parameter's canonical name;
-# the others are activations. A mesh axis may shard only one axis of a tensor.
+# names without a slash are activations. A mesh axis may shard only one axis of a tensor.
 TENSORS: dict[str, Axes] = {
     "token_embedder/embedding": ("vocab", "embed"),
     "self_attention/query/kernel": ("layers", "embed", "q_heads", "kv"),
@@ -58,13 +58,13 @@ DIMENSIONS = {
     "activation_mlp": "base_mlp_dim",
     "activation_vocab": "vocab_size",
 }
-# In a multi-token prediction module, the axis mlp of the projection [embed, mlp] has the length of this key.
+# The axis mlp of the projection [embed, mlp] in a multi-token prediction module, and the key that sets its length.
 PROJECTED = ("mlp", "base_emb_dim")
 
 
 def of_blocks(config: Config) -> dict[str, Axes]:
-    """Returns `Facts.tensors` of a family with blocks like Llama's: with MLP tensors, expert tensors, or neither if
-    only some layers have experts."""
+    """Returns `Facts.tensors` for a family with blocks like Llama's: the MLP tensors if no layer has experts, the
+    expert tensors if every layer has experts, and neither if only some layers have experts."""
     if not some_experts(config):
         return TENSORS
     outside = {name: axes for name, axes in TENSORS.items() if name not in _OF_MLP}
@@ -72,7 +72,7 @@ def of_blocks(config: Config) -> dict[str, Axes]:
 
 
 def renamed(tensors: Mapping[str, Axes], names: Mapping[str, str]) -> dict[str, Axes]:
-    """Returns `tensors`, renamed by `names`."""
+    """Returns `tensors` under new names. `names` maps old names to new names."""
     return {names.get(name, name): axes for name, axes in tensors.items()}
 
 

@@ -11,7 +11,7 @@ TOKENIZER_FILES = {
     "tiktoken": "tokenizer.tiktoken",
 }
 TOKENIZER_CONFIG, SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
-TEMPLATE_FILE, TEMPLATES = "chat_template.jinja", "additional_chat_templates"  # a file, and a folder of NAME.jinja
+TEMPLATE_FILE, TEMPLATES = "chat_template.jinja", "additional_chat_templates"  # a file; a folder of files NAME.jinja
 WITH_TOOLS = "tool_use"  # the name of the template for conversations with tools
 GGUF = ".gguf"  # a file that contains a tokenizer in addition to weights
 # File names of transformers and sentencepiece: vocabularies, and files that may accompany any vocabulary.
@@ -28,7 +28,8 @@ def tokenizer_parts(folder: Any) -> list[str]:
 
 
 def says_bytes(config: Path) -> bool:
-    """Returns whether a tokenizer_config.json is the bytes tokenizer's. Raises UserError if it is not a JSON object."""
+    """Returns whether a tokenizer_config.json belongs to the byte tokenizer. Raises UserError if it is not a JSON
+    object."""
     return read_object(config).get("tokenizer_type") == "bytes"
 
 
@@ -38,7 +39,8 @@ def is_gguf(path: Any) -> bool:
 
 
 def has_tokenizer(folder: Path, kind: str) -> bool:
-    """Returns whether `folder`, or a GGUF file, is a valid tokenizer_path for the tokenizer_type `kind`."""
+    """Returns whether `folder`, which may also be a GGUF file, is a valid tokenizer_path for the tokenizer_type
+    `kind`."""
     if is_gguf(folder):
         return kind in ("auto", "huggingface")  # its tokenizer is converted to a tokenizer.json
     names = [TOKENIZER_FILES[kind]] if kind in TOKENIZER_FILES else [*TOKENIZER_FILES.values()]

@@ -1,7 +1,7 @@
-"""The topologies that `compile_topology` can name. `trainer.aot` compiles for them.
+"""The topologies that `compile_topology` can name, for which `trainer.aot` compiles.
 
-The names of TPUs are MaxText's: the number counts TensorCores for v4, v5p and tpu7x (two per chip), and chips for v5e
-and v6e. The number in the name of a GPU topology counts the GPUs of one host, which NVLink connects.
+TPU topologies have MaxText's names: the number counts TensorCores for v4, v5p and tpu7x (two per chip), and chips for
+v5e and v6e. The number in the name of a GPU topology counts the GPUs of one host, which NVLink connects.
 """
 
 import math
@@ -30,9 +30,9 @@ class Generation:
     """
 
     libtpu_name: str
-    chip_config: str  # libtpu's name; determines whether the two cores of a chip are one device
+    chip_config: str  # libtpu's name of the mode in which a chip's two cores are one device or two
     shapes: tuple[str, ...]
-    counted_per_chip: int  # the contribution of a chip to the number in a name
+    counted_per_chip: int  # how much each chip adds to the number in a topology's name
     devices_per_chip: int = 1
 
 
@@ -83,7 +83,8 @@ class Topology:
 
     @property
     def wrap(self) -> tuple[bool, bool, bool]:
-        """Which dimensions have wraparound links: those of size 16 in 2D, and all of a 3D torus of 4x4x4 cubes."""
+        """Whether each dimension has wraparound links. In 2D, dimensions of size 16 have them. In 3D, all dimensions
+        have them if the slice consists of 4x4x4 cubes; otherwise none has."""
         if len(self.shape) == 2:
             return (self.shape[0] == 16, self.shape[1] == 16, False)
         torus = all(side % 4 == 0 for side in self.shape)

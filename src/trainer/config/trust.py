@@ -1,4 +1,5 @@
-"""Refuses code that a folder names unless the command line names it, too (docs/guides/weights.md, What is trusted)."""
+"""Refuses to run code that the files in a folder name, unless the command line names the code, too
+(docs/guides/weights.md, What is trusted)."""
 
 import os
 from collections.abc import Collection, Mapping, Sequence
@@ -30,7 +31,7 @@ def foreign_code(
     yml is trusted, because the user named it.
 
     Args:
-      changed: the source of each given key.
+      changed: the source of the value of each given key.
       chain: the yml of the command line and its parents, the topmost parent last.
     """
     given = {name: config[name] for name in (*_STARTS, *_READ) if config[name] and "://" not in config[name]}
@@ -48,12 +49,13 @@ def foreign_code(
 
 
 def _foreign(yml: Path, key: str, path: Path) -> bool:
-    """Returns whether `yml` belongs to the folder `path`, the value of `key`: is in it or in a folder around it."""
+    """Returns whether `yml` belongs to the folder `path`, the value of `key`: whether it is in this folder or, for keys
+    of _STARTS, in a folder around it."""
     here = Path.cwd()
-    if key in _READ:  # a folder of data or of a tokenizer, unless it is the user's project
+    if key in _READ:  # data or a tokenizer; a folder around the current one is the user's project
         root = path.resolve()
         return path.is_dir() and not here.is_relative_to(root) and _comes_from(yml, root)
-    # The path as written, and with its links resolved.
+    # The path as written, and the path with its links resolved.
     ends = [Path(os.path.normpath(path.absolute())), path.resolve()]
     folders = {yml.absolute().parent, yml.resolve().parent}
     around = any(end.is_relative_to(folder) and not here.is_relative_to(folder) for folder in folders for end in ends)
@@ -61,9 +63,10 @@ def _foreign(yml: Path, key: str, path: Path) -> bool:
 
 
 def code_of_checkpoint(values: Mapping[str, Any], given: Collection[str], where: str) -> list[str]:
-    """Returns a message for each of a checkpoint's keys, `values`, that names code.
+    """Returns a message for each key of a checkpoint that names code.
 
     Args:
+      values: the keys of the checkpoint, with their values.
       given: the keys that the command line gives, which are allowed.
       where: the checkpoint, for messages.
     """

@@ -18,7 +18,8 @@ _NULL_TAG = "tag:yaml.org,2002:null"
 def read_text(key: Key, text: str) -> Any:
     """Returns the value of `key=text` on a command line.
 
-    Text is returned verbatim, except that enclosing YAML quotes are removed. Lists and dicts are in YAML's flow style.
+    The value of a text key is `text` itself, except that enclosing YAML quotes are removed. Lists and dicts are written
+    in YAML's flow style.
 
     Raises:
       ValueError: the text is not a value of the key's type; the message states the reason.
@@ -41,7 +42,8 @@ def read_text(key: Key, text: str) -> Any:
 
 
 def read_node(key: Key, node: yaml.Node) -> Any:
-    """Returns the value of `key` in a YAML file. A scalar is parsed from its text, so that `1e-3` is a number.
+    """Returns the value of `key` in `node` of a YAML file. A scalar is parsed from its text, because YAML does not
+    parse `1e-3` as a number.
 
     Raises:
       ValueError: the node is not a value of the key's type; the message states the reason.

@@ -1,8 +1,8 @@
-"""Words for messages."""
+"""Formats numbers and text for messages."""
 
 import unicodedata
 
-# Marks around trained text: on a terminal, and elsewhere.
+# The marks before and after text that is trained: on a terminal, and elsewhere.
 TRAINED_COLOUR, TRAINED_PLAIN = ("\x1b[1;32m", "\x1b[0m"), ("\u00ab", "\u00bb")
 
 
@@ -17,8 +17,8 @@ def sized(count: int) -> str:
 
 
 def visible(text: str, keep: str = "\n\t") -> str:
-    """Returns `text` with escapes for characters that could control a terminal or that it cannot show: categories Cc
-    (other than `keep`) and Cs, line separators, and marks that change the direction of the text after them.
+    """Returns `text` with escapes for characters that could control a terminal or that a terminal cannot show: the
+    Unicode categories Cc (except `keep`), Cs, Zl and Zp, and marks that change the direction of the text after them.
 
     https://www.unicode.org/reports/tr9/#Directional_Formatting_Characters
     """

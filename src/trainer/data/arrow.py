@@ -53,7 +53,7 @@ def _restored(kind: Any, json: bool) -> Restored | None:
 
 
 def _struct(fields: Mapping[str, Restored | None], value: Any) -> Any:
-    if not isinstance(value, dict):  # null, or an object that `datasets` converted
+    if not isinstance(value, dict):  # null, or an object that the library `datasets` converted
         return value
     present = {name: item for name, item in value.items() if item is not None}
     return {name: of_field(item) if (of_field := fields.get(name)) else item for name, item in present.items()}
@@ -77,7 +77,8 @@ def _json(value: Any) -> Any:
 
 
 def _strings_as_bytes(table: Any) -> Any:
-    """Returns an Arrow table or batch with bytes for strings at any depth, because Arrow does not check UTF-8."""
+    """Returns an Arrow table or batch whose strings, at any depth, are bytes, because Arrow strings may not be
+    UTF-8."""
     import pyarrow
 
     kinds = pyarrow.types
@@ -91,7 +92,7 @@ def _strings_as_bytes(table: Any) -> Any:
 
 
 def _with_bytes(kind: Any, pyarrow: Any) -> Any:
-    """Returns an Arrow type with bytes for strings."""
+    """Returns an Arrow type in which bytes replace strings at any depth."""
     kinds = pyarrow.types
     if kinds.is_string(kind) or kinds.is_large_string(kind):
         return pyarrow.large_binary()

@@ -1,4 +1,4 @@
-"""Shows the progress of long work: a bar on a terminal, otherwise lines at intervals."""
+"""Shows the progress of a long task: a bar on a terminal, otherwise lines at intervals."""
 
 import threading
 import time
@@ -10,8 +10,8 @@ _INTERVAL = 10.0  # seconds between two lines if stderr is not a terminal
 
 
 class Bar:
-    """Shows progress from 0 to 1, with an ETA: as a bar if stderr is a terminal, otherwise as lines at intervals.
-    Runs in a thread, because a single document may take minutes."""
+    """Shows progress from 0 to 1, with an ETA: as a bar if stderr is a terminal, otherwise as lines at intervals. A
+    thread updates the display, because progress may not be reported for minutes, for example during a long document."""
 
     def __init__(self, say: Callable[[str], None], label: str):
         self._say, self._label, self._share, self._start = say, label, 0.0, 0.0
@@ -23,7 +23,7 @@ class Bar:
         self._share = share
 
     def start(self, share: float) -> None:
-        """Sets the share that was done before the bar started. The speed, and so the ETA, excludes it."""
+        """Sets the share that was done before the bar started. The speed and the ETA do not include this share."""
         self._share = self._start = share
 
     def _show(self) -> None:

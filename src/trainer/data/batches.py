@@ -1,8 +1,9 @@
-"""Batches as pure functions of a step: the rows of a source that form each global batch.
+"""Makes global batches from the rows of a source. A training batch is a pure function of the index of its first row.
 
 A batch is a dict of int32 numpy arrays with shape [rows, length]: `inputs`, `targets`, `inputs_position`,
 `inputs_segmentation` and `targets_segmentation`; and `row` with shape [rows], each row's index in the global batch.
-Segment ids start at 1 in each row, and 0 is padding. A position bears loss if its `targets_segmentation` is not 0.
+Segment ids start at 1 in each row, and 0 is padding. A target contributes to the loss if its `targets_segmentation` is
+not 0.
 """
 
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ FIELDS = ("inputs", "targets", "inputs_position", "inputs_segmentation", "target
 
 
 class RowSource(Protocol):
-    """Rows of `length` tokens with random access. `size` is the number of rows; None: endless."""
+    """Rows of `length` tokens with random access. `size` is the number of rows; None if the source is endless."""
 
     @property
     def size(self) -> int | None: ...
@@ -32,7 +33,7 @@ class RowSource(Protocol):
 
 
 def local_rows(global_rows: int, process_index: int = 0, process_count: int = 1) -> np.ndarray:
-    """Returns the indices of this process's rows in a global batch: [global_rows / process_count], contiguous."""
+    """Returns the indices of this process's rows in a global batch: contiguous, [global_rows / process_count]."""
     share, rest = divmod(global_rows, process_count)
     if rest or not 0 <= process_index < process_count:
         raise ValueError(f"{global_rows} rows do not split over process {process_index} of {process_count}")
@@ -51,10 +52,10 @@ def train_batch(
 ) -> Batch:
     """Returns this process's part of the global batch that begins with row `first`. It depends only on the arguments.
 
-    The batch is rows [first, first + global_rows) of one endless order, which concatenates epochs of the source. With
-    `shuffle`, each epoch has a separate order, drawn from `seed`; otherwise every epoch has the source's order. A batch
-    may span two epochs. The only state is `first`, which is independent of the number of processes, so a run can resume
-    on any number of processes.
+    The batch consists of rows [first, first + global_rows) of one endless sequence, which concatenates epochs of the
+    source. With `shuffle`, each epoch has a different order, drawn from `seed`; otherwise every epoch has the source's
+    order. A batch may span two epochs. The only state is `first`, which is independent of the number of processes, so a
+    run can resume on any number of processes.
     """
     row = local_rows(global_rows, process_index, process_count)
     indices = first + row
@@ -66,10 +67,10 @@ def train_batch(
 def eval_batches(
     source: RowSource, rows: int, max_batches: int = -1, *, process_index: int = 0, process_count: int = 1
 ) -> Iterator[Batch]:
-    """Makes one pass over the source: yields this process's part of batches of `rows` rows, in order.
+    """Makes one pass over the source: yields this process's part of each global batch of `rows` rows, in order.
 
     Yields at most `max_batches` batches (-1: all). All batches have the same shape: the last one is padded with rows of
-    zeros, which bear no loss.
+    zeros, which do not contribute to the loss.
     """
     if source.size is None:
         raise ValueError("an endless source has no evaluation pass")
@@ -90,8 +91,8 @@ def make_batch(
 ) -> Batch:
     """Returns a batch without `row`, made from arrays [rows, length] of any integer type.
 
-    Positions follow from the segmentation. Targets bear no loss where `loss` is 0; without `loss`, all targets except
-    padding bear loss.
+    Positions are computed from `segmentation`. Targets where `loss` is 0 do not contribute to the loss. Without `loss`,
+    all targets except padding contribute.
     """
     segmentation = segmentation.astype(np.int32)
     return {

@@ -1,4 +1,5 @@
-"""Prepares parts with Apache Beam: in this process for tests, or on a cluster that shares the data folders."""
+"""Prepares parts of the data with Apache Beam: in this process for tests, or on a cluster that shares the data
+folders."""
 
 import functools
 import shlex
@@ -7,15 +8,15 @@ from pathlib import Path
 
 from trainer.config.errors import UserError
 
-_ERROR = "error.txt"  # the file with the message of a UserError on another machine
+_ERROR = "error.txt"  # the file for the message of a UserError that another machine raises
 Task = Callable[[int], object]
 
 
 def run(task: Task, parts: Sequence[int], options: str, folder: Path) -> None:
     """Calls `task` for each of `parts` in a pipeline with Beam's `options`, such as `--runner=FlinkRunner`.
 
-    `task` must be picklable. It may be called several times for a part, even concurrently. `folder` is shared with the
-    workers.
+    `task` must be picklable. It may be called several times for a part, even concurrently. `folder`: a folder that is
+    shared with the workers, for their error messages.
 
     Raises:
       UserError: apache-beam is missing or rejects an option, or `task` raised a UserError.
@@ -40,5 +41,5 @@ def run(task: Task, parts: Sequence[int], options: str, folder: Path) -> None:
 def _call(task: Task, folder: Path, part: int) -> None:
     try:
         task(part)
-    except UserError as error:  # not raised: Beam would retry, only to get the same error
+    except UserError as error:  # not raised, because Beam would retry, only to get the same error
         (folder / _ERROR).write_text(str(error), encoding="utf-8")

@@ -1,4 +1,5 @@
-"""Reads the files next to a tokenizer file: special token names, and all files that an export copies."""
+"""Reads the files next to a tokenizer file: the special tokens that they name, and their contents, which exports
+copy."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +20,8 @@ class Beside(NamedTuple):
 
     Attributes:
       names: the special tokens by role (bos_token, eos_token, ...).
-      begins: whether texts begin with bos_token, for tokenizers that do not define it; None if no file defines it.
+      begins: whether texts begin with bos_token; None if no file specifies it. Used for tokenizers that do not specify
+        it themselves.
       files: the tokenizer's files by path within its folder; {} for a tokenizer that was not read from files.
     """
 
@@ -29,15 +31,15 @@ class Beside(NamedTuple):
 
 
 def read_beside(file: Path) -> Beside:
-    """Reads the files next to the tokenizer `file`. If tokenizer_config.json has no added_tokens_decoder, the special
-    tokens in special_tokens_map.json take precedence over it, as in transformers.
+    """Reads the files next to the tokenizer `file`. The special tokens in special_tokens_map.json override those in
+    tokenizer_config.json, unless the latter has added_tokens_decoder, as in transformers.
 
     Raises:
       UserError: a file is damaged or too large, or its entry for a special token is invalid.
     """
     folder = file.parent
     parts = tokenizer_parts(folder)
-    if file.name not in VOCABULARIES:  # the folder may also have another tokenizer
+    if file.name not in VOCABULARIES:  # vocabularies in the folder may be another tokenizer's
         parts = [name for name in parts if name not in VOCABULARIES]
     files = {name: read_bounded(folder / name) for name in parts}
     config = read_object(folder / TOKENIZER_CONFIG) if TOKENIZER_CONFIG in files else {}
@@ -49,7 +51,7 @@ def read_beside(file: Path) -> Beside:
 
 
 def _names(given: Mapping[str, Any], path: Path) -> dict[str, str]:
-    """Returns the special tokens that a file names. Each is a string, or a dict with `content`."""
+    """Returns the special tokens that a file names. In the file, each is a string or a dict with `content`."""
     names = {}
     for name in (key for key in given if key.endswith("_token")):
         value = given[name]

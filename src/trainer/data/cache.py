@@ -1,4 +1,5 @@
-"""Folders of prepared data. One process commits a folder atomically while others wait; it is verified when read."""
+"""Folders of prepared data. One process makes a folder and commits it atomically, while others wait. A folder is
+verified when it is read."""
 
 import contextlib
 import hashlib
@@ -33,9 +34,9 @@ def ensure(
 ) -> None:
     """Makes `folder` unless it exists. `build(temporary folder)` writes the files and returns the dict for META.
 
-    The temporary folder is next to `folder` and is renamed to it at the end. If several processes call this, one builds
-    and the others wait. `continues`: whether `build` can continue in the temporary folder of a process that was
-    interrupted. Raises UserError if the files cannot be written.
+    The temporary folder is next to `folder`, and is renamed to `folder` when it is complete. If several processes call
+    this function, one builds and the others wait. `continues`: whether `build` can continue the work of an interrupted
+    process in its temporary folder. Raises UserError if the files cannot be written.
     """
     temporary = folder.with_name(folder.name + ".tmp")
     if BEGUN_BY in os.environ:  # the parent process holds the lock and waits for this process
@@ -55,7 +56,7 @@ def ensure(
             try:
                 commit(temporary, folder, build(temporary))
             except BaseException as error:
-                # After a UserError, the user changes the data or the keys, so no run would continue in this folder.
+                # After a UserError, the user changes the data or the keys, so no later run could use this folder.
                 if not continues or (isinstance(error, UserError) and not isinstance(error, Unfinished)):
                     shutil.rmtree(temporary, ignore_errors=True)
                 raise
@@ -74,9 +75,10 @@ def commit(temporary: Path, folder: Path, meta: dict[str, Any]) -> None:
 
 
 def read_meta(folder: Path, *, verify: bool = True) -> dict[str, Any]:
-    """Returns the dict that `build` returned, after verifying every file of `folder`. Raises UserError if one changed.
+    """Returns the dict that `build` returned to `ensure`. If `verify` is true, every file of `folder` is verified
+    first; in folders larger than 1 GiB, only the file sizes are verified.
 
-    In folders larger than 1 GiB, only the sizes of files are verified.
+    Raises UserError if META cannot be read, or a file has changed.
     """
     try:
         meta = parsed((folder / META).read_text(encoding="utf-8"))
@@ -97,7 +99,8 @@ def read_meta(folder: Path, *, verify: bool = True) -> dict[str, Any]:
 
 
 def damaged(folder: Path, name: str, what: str) -> UserError:
-    """Returns the error for file `name` of a prepared folder. `what` continues the sentence after the name."""
+    """Returns the error that the file `name` of a prepared folder is damaged. `what` continues the message after the
+    name."""
     return UserError(f"prepared data: {folder / name} {what}; delete {folder} and the next run prepares it again")
 
 

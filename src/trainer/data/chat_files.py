@@ -14,8 +14,8 @@ _REMEDY = "set chat_template_path to a template file"
 
 
 class ChatTemplate(NamedTuple):
-    """A Jinja template, and its origin for messages. `with_tools`: the template for conversations with tools; "" if the
-    same template is used."""
+    """A Jinja template. `where`: its origin, for messages. `with_tools`: the template for conversations with tools; ""
+    if they use the same template."""
 
     text: str
     where: str
@@ -23,10 +23,11 @@ class ChatTemplate(NamedTuple):
 
 
 def template_beside(folder: Path) -> ChatTemplate | None:
-    """Returns the template in a tokenizer's folder, searched in the same order as in transformers; None without one.
+    """Returns the chat template in a tokenizer's folder; None if there is none. Searches files in the same order as
+    transformers.
 
     Raises:
-      UserError: a file is damaged, or none of several named templates is the default.
+      UserError: a file is damaged, or there are several named templates, but none is called default.
     """
     own, more = folder / TEMPLATE_FILE, folder / TEMPLATES
     files = {_DEFAULT: own} if own.is_file() else {}
@@ -41,7 +42,8 @@ def template_beside(folder: Path) -> ChatTemplate | None:
 
 
 def read_template(path: Path) -> ChatTemplate:
-    """Returns the template in a text file, or in JSON with chat_template. Raises UserError if there is no template."""
+    """Returns the template in a text file, or under the key chat_template in a JSON file. Raises UserError if there is
+    none."""
     if not path.is_file():
         raise UserError(f"chat_template_path={path}: there is no such file; give a .jinja file, or JSON with {_KEY}")
     if found := _read(path):

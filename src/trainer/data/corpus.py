@@ -13,7 +13,7 @@ from trainer.data.readers import Columns, FilePart, Part, TextPart
 from trainer.runtime.remote import RemoteFile
 
 WHOLE_CONTENT = 256 << 20  # bytes; the fingerprint of a source up to this size covers all of its content
-_AHEAD = 16  # text files that are requested in advance, if they are remote
+_AHEAD = 16  # the number of remote text files that are requested in advance
 _ENDS = 1 << 16  # bytes that the fingerprint of a larger source reads at each end of a file
 
 
@@ -22,7 +22,7 @@ class Piece(NamedTuple):
 
     Attributes:
       part: the index of the part.
-      weight: the size of the records.
+      weight: the size of the piece's records in bytes or records, for progress.
       start, stop: the cursors at which the piece starts and stops, see `Part.read`.
       first: the fraction of the part that precedes the piece.
       share: the fraction of the part that the piece contains.
@@ -63,8 +63,8 @@ class Corpus:
     filters: Filters | None = None
 
     def taken(self, record: Record, counts: Counts) -> Record | None:
-        """Returns a record of the parts after the filters; None if it is not in the corpus or a filter drops it. Adds
-        dropped records to `counts`."""
+        """Returns a part's record after the filters. Returns None if a filter drops the record, which is added to
+        `counts`, or if the record is not in this corpus (`held_out` splits the records of `parts` into two corpora)."""
         found = self.filters.apply(record, self.columns, counts) if self.filters else record
         if found is None or (self.held_out and is_held_out(found.key(), self.held_out) != self.evaluates):
             return None
@@ -76,8 +76,8 @@ class Corpus:
         pieces: "Sequence[Piece] | None" = None,
         counts: Counts | None = None,
     ) -> Iterator[Record]:
-        """Yields the records in order; if `pieces` is given, only their records. Calls `track` with the share read so
-        far, and adds dropped records to `counts`."""
+        """Yields the records in order; if `pieces` is given, only the records of these pieces. Calls `track` with the
+        share read so far, and adds dropped records to `counts`."""
         if pieces is None:
             pieces = [Piece(i, part.weight) for i, part in enumerate(self.parts)]
         total, before, counts = sum(piece.weight for piece in pieces), 0.0, counts or Counts()
@@ -104,7 +104,7 @@ class Corpus:
 
     @property
     def label(self) -> str:
-        """The name, and the share of the records in this corpus."""
+        """The name, with the share of held-out records and whether the corpus is that share or excludes it."""
         if not self.held_out:
             return self.name
         return (
@@ -120,7 +120,7 @@ class Corpus:
 
 
 def corpus_of(name: str, parts: Sequence[Any], columns: Columns, also: str = "") -> Corpus:
-    """Returns the corpus of `parts`. `also`: text that also identifies the records, see `file_fingerprint`."""
+    """Returns the corpus of `parts`. `also`: text that is included in the fingerprint, see `file_fingerprint`."""
     paths = [part.path for part in parts if isinstance(part, FilePart)]
     return Corpus(name, tuple(parts), file_fingerprint(paths, also), columns)
 
@@ -129,9 +129,9 @@ def file_fingerprint(paths: Sequence[Any], also: str = "") -> str:
     """Returns the sha256, in hexadecimal, of the files' names and contents and of `also`.
 
     If the files have more than 256 MiB in total, only the sizes and the first and last 64 KiB of each file are read.
-    Copies in other folders have the same fingerprint. In formats with an index at the end, a change of any record
-    changes the end. A remote file is identified by `RemoteFile.content`; without it, the file is read like a
-    large file.
+    This detects a change of any record in formats that end with an index of their records. Copies in other folders have
+    the same fingerprint. For a remote file, `RemoteFile.content` replaces name and content; if it is empty, the file is
+    read as if the total were above 256 MiB.
     """
     digest = hashlib.sha256(also.encode())
     sizes = [path.stat().st_size for path in paths]

@@ -1,4 +1,4 @@
-"""Opens the data of a run from its configuration: training batches, held-out rows, the tokenizer."""
+"""Opens the data of a run as the configuration specifies: training batches, held-out rows, and the tokenizer."""
 
 import dataclasses
 import functools
@@ -25,14 +25,15 @@ Say = Callable[[str], None]
 
 
 class Epoch(NamedTuple):
-    """One pass over the training data: the number of rows or prompts, and their content in words."""
+    """One pass over the training data: the number of rows or prompts, and what they contain, in words."""
 
     rows: int
     content: str
 
 
 class Component(NamedTuple):
-    """A component of a mixture: its share of all rows, and the rows and the trained tokens of one pass over it."""
+    """A component of a mixture: its share of all rows, and the numbers of rows and trained tokens in one pass over
+    it."""
 
     label: str
     share: float
@@ -47,7 +48,7 @@ class Dataset:
     Attributes:
       evaluation: held-out rows; None if eval_interval disables evaluation.
       tokenizer: None for synthetic rows, and for token ids without a tokenizer_path.
-      identity: everything that determines the training batches and their order, by name; included in every position.
+      identity: everything that determines the training batches and their order, by name; included in every `Position`.
       summary: one line for users.
       repeats: whether training repeats the first batch of the stream forever.
       epoch: one pass; None if the data are endless or their length is unknown.
@@ -75,8 +76,9 @@ class Dataset:
     ) -> Stream:
         """Returns this process's part of the endless stream of global batches of `rows` rows, starting at `position`.
 
-        The position of a batch resumes directly after that batch, also in another stream of an equal data set. Raises
-        UserError if the position belongs to other data, or cannot be resumed on this number of processes.
+        From the position of a batch, a stream continues directly after that batch, even if the position is from another
+        stream of an equal data set. Raises UserError if the position belongs to other data, or cannot be resumed on
+        this number of processes.
         """
         settings: Any = {"rows": rows, "process_index": process_index, "process_count": process_count}
         if self.source is not None:
@@ -86,7 +88,7 @@ class Dataset:
 
     @functools.cached_property
     def tokenizer_files(self) -> dict[str, bytes]:
-        """See `Tokenizer.saved_files`; {} without a tokenizer."""
+        """The files that `Tokenizer.saved_files` returns; {} without a tokenizer."""
         return {} if self.tokenizer is None else self.tokenizer.saved_files()
 
     def __str__(self) -> str:
@@ -94,7 +96,7 @@ class Dataset:
 
 
 def text_encoder(config: Config, tokenizer: Tokenizer | None, columns: tuple[str, ...], tokenize: bool) -> "Encoder":
-    """Returns the encoder for documents with one column, or with a prompt and its completion."""
+    """Returns the encoder for documents in one column, or in two columns: a prompt and its completion."""
     from trainer.data.documents import Encoder
 
     return Encoder(tokenizer, columns, tokenize, config.sft_train_on_completion_only, config.vocab_size)
@@ -104,12 +106,12 @@ MakeEncoder = Callable[[Config, Tokenizer | None, tuple[str, ...], bool], "Encod
 
 
 def open_dataset(config: Config, say: Say, make_encoder: MakeEncoder = text_encoder) -> Dataset:
-    """Opens the data of `dataset_type`. Prepares them first if necessary, and reports progress lines to `say`.
+    """Opens the data that `config` selects. If necessary, prepares the data first, and reports progress lines to `say`.
 
     `make_encoder` returns the encoder of records, given the configuration, the tokenizer, the columns, and whether the
     columns contain text instead of token ids.
 
-    Raises UserError if keys, a file, the disk or an earlier prepared folder prevent it.
+    Raises UserError if keys, a file, the disk or an earlier prepared folder prevent opening the data.
     """
     if config.dataset_type == "synthetic":
         dataset = _synthetic(config)
@@ -242,12 +244,12 @@ def _synthetic(config: Config) -> Dataset:
 
 
 def alignment(config: Config) -> int:
-    """Returns the alignment of sequences in a row: each starts at a multiple of this number of tokens."""
+    """Returns the alignment of sequences in a row, in tokens: each sequence starts at a multiple of it."""
     return TILE if config.batch_invariant else 1
 
 
 def _order(config: Config) -> dict[str, Any]:
-    """Returns the settings that determine the order of documents or rows, as arguments of the configured pipeline."""
+    """Returns the settings that determine the order of documents or rows, as keyword arguments of the data_pipeline."""
     shuffle, seed, window = config.enable_data_shuffling, config.data_shuffle_seed, config.grain_shuffle_buffer_size
     if config.data_pipeline == "streaming":
         return {"seed": seed, "window": window} if shuffle else {"seed": None, "window": 1}
@@ -292,5 +294,5 @@ def _order_words(config: Config, order: dict[str, Any]) -> str:
 
 
 def words(settings: dict[str, Any]) -> str:
-    """Returns settings as text, for an identity."""
+    """Returns settings as text, for `Dataset.identity`."""
     return ", ".join(f"{name} {value}" for name, value in settings.items())

@@ -1,4 +1,5 @@
-"""Encodes records of a source as documents: tokens, including special tokens, and which of them bear loss."""
+"""Encodes records of a source as documents: tokens, including special tokens, and a mask of the targets that contribute
+to the loss."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +15,7 @@ from trainer.data.tokenizer import Tokenizer
 
 
 class Location(NamedTuple):
-    """The location of a record, printable with `str`: a file or table, and the record's number there.
+    """The location of a record, printable with `str`: a file or table, and the record's number in it.
 
     `unit` is the word before the number, such as line; "" if the whole file is one record.
     """
@@ -34,15 +35,16 @@ class Record(NamedTuple):
     values: tuple[Any, ...]
 
     def key(self) -> bytes:
-        """Returns the key that decides whether a record is held out: its contents, so that copies stay together."""
+        """Returns the key that decides whether a record is held out. It is the record's contents, so that all copies of
+        a record are held out, or none."""
         return b"\0".join(map(_bytes_of, self.values))
 
 
 class Document(NamedTuple):
-    """Tokens [n + 1], int32, and whether each of the n targets bears loss (None: all of them).
+    """Tokens [n + 1], int32, and whether each of the n targets contributes to the loss (None: all of them).
 
     `after`: documents that must directly follow in the same row, each as a separate segment. A document with `after` is
-    not split, so `places` must be at most the row length.
+    not split, so `places()` must be at most the row length.
     """
 
     tokens: np.ndarray
@@ -55,7 +57,8 @@ class Document(NamedTuple):
         return len(self.tokens) - 1
 
     def places(self, align: int = 1) -> int:
-        """Returns the row length that the document and `after` occupy; segments begin at multiples of `align`."""
+        """Returns how many positions of a row the document and `after` occupy. Each segment begins at a multiple of
+        `align`."""
         end = self.pairs
         for document in self.after:
             end += -end % align + document.pairs
@@ -72,7 +75,7 @@ class Counts:
     split: int = 0  # documents longer than (the rest of) a row, which continue in another row
     cut: int = 0  # documents truncated by use_truncation, and the tokens lost
     cut_tokens: int = 0
-    without_loss: int = 0  # documents without a loss-bearing token in any row
+    without_loss: int = 0  # documents without a token that contributes to the loss
     mended: int = 0  # documents with lone surrogates, the number of surrogates, and the location of the first
     mended_characters: int = 0
     mended_first: str = ""
@@ -80,24 +83,27 @@ class Counts:
     skipped: int = 0  # records with text that an encoder skipped, and how many of these were too long
     skipped_long: int = 0
     longest: int = 0  # tokens of the longest record that cannot be trained because it is longer than a row
-    # By kind: how often an encoder noticed something, and a line about the first occurrence, printed after the number.
+    # What an encoder noticed, by kind: the number of occurrences, and a line about the first, printed after the number.
     noticed: dict[str, tuple[int, str]] = field(default_factory=dict)
     unlearnt: str = ""  # text of the first document that an encoder skipped because it has no target to train
 
     described: list[str] = field(default_factory=list)  # the kinds whose lines an earlier `take` returned
 
     def notice(self, kind: str, line: Callable[[], str], count: int = 1) -> None:
-        """Counts something that an encoder noticed. `line` is called once, because locating a record is slow."""
+        """Counts `count` occurrences of what an encoder noticed. `line` returns a text about the first occurrence, and
+        is not called for the others, because locating a record is slow."""
         before, first = self.noticed.get(kind) or (0, "" if kind in self.described else line())
         self.noticed[kind] = before + count, first
 
     def long(self, tokens: int) -> None:
-        """Counts a record that is skipped because its loss-bearing tokens are all beyond the end of a row."""
+        """Counts a record that is skipped because all tokens that contribute to its loss are beyond the end of a
+        row."""
         self.skipped_long += 1
         self.longest = max(self.longest, tokens)
 
     def too_long(self, length: int) -> str:
-        """Returns a message: how many records are skipped because they are longer than `length`, and the remedy."""
+        """Returns a message with the number of records that are skipped because they are longer than `length`, and the
+        remedy."""
         every = self.documents + self.empty + self.skipped
         many = "all" if self.skipped_long == every else f"{self.skipped_long:,} of"
         return f"{many} {every:,} {self.what} are longer than max_target_length={length}{self.hint}"
@@ -109,12 +115,12 @@ class Counts:
 
     @property
     def what(self) -> str:
-        """The noun for records, in the plural."""
+        """The noun for records in messages, in the plural."""
         return f"{self.one}s"
 
     @property
     def one(self) -> str:
-        """The noun for a record."""
+        """The noun for a record in messages."""
         return self.noun or "document"
 
     def take(self) -> "Counts":
@@ -139,7 +145,7 @@ class Counts:
         return list(self.notes_by_kind().values())
 
     def notes_by_kind(self) -> dict[str, str]:
-        """Returns the notes by kind. A kind's name stays the same while its numbers change."""
+        """Returns the notes by kind. When a note's numbers change, its kind stays the same."""
         notes = {}
         if self.empty:
             every = self.documents + self.empty
@@ -164,7 +170,8 @@ class Counts:
 
 
 def is_held_out(key: bytes, share: float) -> bool:
-    """Returns whether a record is in the held-out `share` of a source without an evaluation split."""
+    """Returns whether the record with the given key is held out, in a source without an evaluation split. `share`: the
+    fraction of records to hold out."""
     word = hashlib.sha256(b"held out: " + key).digest()[:8]
     return int.from_bytes(word, "big") < share * 2**64
 
@@ -176,8 +183,8 @@ class Encoder:
     Attributes:
       tokenizer: None only if `tokenize` is false.
       columns: the names of the columns. Two columns are a prompt and its completion.
-      tokenize: false if the values are token ids.
-      completion_only: with two columns, only the second bears loss.
+      tokenize: whether the values are text; if false, they are token ids.
+      completion_only: whether, with two columns, only the tokens of the second contribute to the loss.
       vocab_size: the exclusive upper bound of ids.
       noun: what messages call a record.
     """
@@ -192,7 +199,7 @@ class Encoder:
 
     @property
     def masked(self) -> bool:
-        """Whether some tokens of a document bear no loss."""
+        """Whether some tokens of a document do not contribute to the loss."""
         return self.completion_only and len(self.columns) > 1
 
     @property
@@ -210,7 +217,7 @@ class Encoder:
         """A JSON-compatible value, equal for encoders that make equal documents from equal records."""
         effective = {
             "tokenizer": self.tokenizer.fingerprint if self.tokenizer else None,
-            "columns": len(self.columns),  # the source itself identifies the columns
+            "columns": len(self.columns),  # the source's identity contains their names
             "completion_only": self.masked,
             "vocab_size": None if self.tokenize else self.vocab_size,  # a tokenizer defines its vocabulary size
         }
@@ -220,7 +227,7 @@ class Encoder:
     def encode(self, records: Sequence[Record], counts: Counts) -> list[Document | None]:
         """Returns the documents of `records`, with None for a record without text or without a target.
 
-        Raises a UserError that names the record for bytes that are not UTF-8, a wrong type, or an id out of range.
+        If a value is not UTF-8, has a wrong type, or is an id out of range, raises a UserError that names the record.
         """
         if self.tokenize:
             texts = [text for record in records for text in self.texts(record, counts)]
@@ -237,7 +244,7 @@ class Encoder:
         return documents
 
     def texts(self, record: Record, counts: Counts | None = None) -> list[str]:
-        """Returns the text of each column. Replaces and counts lone surrogates. Errors are as in `encode`."""
+        """Returns the text of each column. Replaces and counts lone surrogates. Raises UserError, as `encode` does."""
         pairs = [text_of(value, name, record) for value, name in self._named(record)]
         replaced = sum(number for _, number in pairs)
         if counts is not None and replaced:

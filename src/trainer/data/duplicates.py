@@ -1,7 +1,7 @@
-"""Finds records that are equal to an earlier record of the same data, exactly and in bounded memory.
+"""Finds records that are equal to an earlier record of the same data, by their 128-bit hashes, in bounded memory.
 
-For each part, the 128-bit hashes of its records are sorted. Then all parts are merged, one range of hashes at a time.
-The first of several equal records, in the order of the parts, survives, whichever process read it.
+The hashes of each part's records are sorted. Then all parts are merged, one range of hashes at a time. Of several equal
+records, the first in the order of the parts survives, whichever process read it.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from trainer.data.documents import Record
 
 MEMORY = 1 << 28  # bytes of hashes that are merged at once; sorting needs about four times as much
 _HASHES, _DROPPED = "hashes-{:05}", "dropped-{:05}.npy"
-_RUN = 1 << 20  # records in a sorted run
+_RUN = 1 << 20  # the maximum number of records in a sorted run
 _HASH = struct.Struct("<QQ")
 _DTYPE = np.dtype([("high", "<u8"), ("low", "<u8"), ("index", "<u4")])
 
@@ -72,7 +72,7 @@ def merge(folder: Path, parts: int) -> None:
 
 
 def _between(path: Path, first: np.uint64 | None, last: np.uint64 | None) -> np.ndarray:
-    """Returns the entries of a sorted run with first <= high < last; None: no bound."""
+    """Returns the entries of a sorted run with first <= high < last. A bound of None is not checked."""
     table = np.memmap(path, _DTYPE, "r")
     start = 0 if first is None else np.searchsorted(table["high"], first)
     return np.array(table[start : len(table) if last is None else np.searchsorted(table["high"], last)])

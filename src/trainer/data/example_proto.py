@@ -1,4 +1,4 @@
-"""Parses tf.train.Example without TensorFlow, with the message class of tensorflow_datasets.
+"""Parses tf.train.Example without TensorFlow, using the message class of tensorflow_datasets.
 
 Importing that package takes a second, so it is imported only when a file is read.
 """
@@ -9,7 +9,8 @@ import numpy as np
 
 
 def parse_example(data: bytes) -> dict[str, Any]:
-    """Returns the features, sorted by name: bytes for one string, a list of bytes, or an int64 or float32 array.
+    """Returns the features, sorted by name. A feature's value is bytes (if it has one string), a list of bytes, or an
+    int64 or float32 array.
 
     Raises:
       ValueError: `data` is not a tf.train.Example.

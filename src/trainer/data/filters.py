@@ -22,7 +22,7 @@ class Filters:
     Attributes:
       normalization: the Unicode form of all text, NFC or NFKC; "" changes nothing.
       function: the import path of a user's function; "" for none. It gets a dict of the columns. It returns True to
-        keep the record, False or None to drop it, or a dict of columns that replaces it.
+        keep the record, False or None to drop it, or a dict of columns that replaces the one it got.
       shortest, longest: limits on the number of characters, or token ids, in all columns together; 0: no limit.
       duplicates: whether to keep only the first of equal records (see `data.duplicates`).
     """
@@ -42,7 +42,7 @@ class Filters:
         return repr([*asdict(self).items(), *source])
 
     def apply(self, record: Record, columns: tuple[str, ...], counts: Counts) -> Record | None:
-        """Returns the record to encode; None if it is dropped, which adds it to `counts`.
+        """Returns the record to encode. If the record is dropped, returns None and adds it to `counts`.
 
         Raises:
           UserError: the user's function fails, or returns an invalid value.
@@ -118,7 +118,7 @@ def _of_text(value: Any, change: Callable[[str], str]) -> Any:
         try:
             value = decoded(value)[0]
         except UnicodeDecodeError:
-            return value  # the encoder reports it
+            return value  # the encoder reports the error
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):

@@ -27,7 +27,8 @@ def train_mixture(config: Config) -> list[tuple[str, Fraction]]:
 
 
 def find_files(config: Config, pattern: str, key: str) -> list[Any]:
-    """Returns the files that a glob matches. Raises UserError if there are none. `key` is for the message."""
+    """Returns the files that a glob matches. Raises UserError if there are none. `key`: the key with the glob, for the
+    message."""
     if paths := data_files(pattern, copies_of(config)):
         return paths
     if "://" in pattern:

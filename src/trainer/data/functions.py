@@ -1,4 +1,5 @@
-"""Loads user functions, named package.module:function. Imports only the standard library, to start workers fast."""
+"""Loads user functions, named package.module:function. Imports only the standard library, so that workers start
+fast."""
 
 import hashlib
 import importlib
@@ -10,7 +11,7 @@ from typing import Any
 
 
 def load_function(path: str) -> Callable[..., Any]:
-    """Returns the function package.module:function, or package.module.function.
+    """Returns the function that `path` names: package.module:function, or package.module.function.
 
     Raises:
       ImportError: the message states the problem and the remedy.
@@ -35,10 +36,11 @@ def load_function(path: str) -> Callable[..., Any]:
 
 
 def failure(error: BaseException) -> str:
-    """Returns the exception of a user's code, in at most 80 characters, with the file and the line of the user's code.
+    """Returns the text of an exception in a user's code, shortened to 80 characters, with the file and line in that
+    code.
 
-    Call it in the function that called the user's code. The traceback's first frame is then the caller, and the next
-    frame, apart from the frames of an import, is the user's.
+    Call it in the function that called the user's code, because it expects that function in the traceback's first
+    frame. The next frame, apart from the frames of an import, is the user's.
     """
     from trainer.config.errors import shortened
 

@@ -1,4 +1,4 @@
-"""Converts the tokenizer in a GGUF file to Hugging Face files, see `tokenizer_files`."""
+"""Converts the tokenizer in a GGUF file to the files of a Hugging Face tokenizer; see `tokenizer_files`."""
 
 import json
 from collections import defaultdict
@@ -21,7 +21,7 @@ NO_TOKENIZER = "none"
 BYTE_LEVEL, PIECES = "gpt2", "llama"  # the supported kinds: byte-level BPE, and sentencepiece's BPE
 # GGUF's token types.
 NORMAL, UNKNOWN, CONTROL, OWN_SYMBOL, UNUSED, BYTE = range(1, 7)
-SPACE = "\u2581"  # sentencepiece's space
+SPACE = "\u2581"  # sentencepiece's character for a space
 ROLES = {
     f"{role}_token": f"{OWN}{name}_token_id"
     for role, name in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items()
@@ -42,7 +42,7 @@ def special_ids(header: GgufHeader) -> dict[str, int]:
     count = len(header.get(f"{OWN}tokens", list, []))
     for role, token in found.items():
         if token is not None and role not in own and not 0 <= token < count:
-            raise UserError(f"{header.path}: {ROLES[role]}={token}, but it has {count} tokens")
+            raise UserError(f"{header.path}: {ROLES[role]}={token}, but the file has {count} tokens")
     return {role: token for role, token in found.items() if token is not None and 0 <= token < count}
 
 
@@ -54,7 +54,7 @@ def begins(header: GgufHeader) -> bool:
 
 
 def tokenizer_files(header: GgufHeader) -> dict[str, bytes]:
-    """Returns tokenizer.json, tokenizer_config.json and the chat templates.
+    """Returns the contents of tokenizer.json, tokenizer_config.json and the chat templates, by path.
 
     Raises:
       UserError: the tokenizer is missing or damaged, or its kind is not supported.

@@ -1,6 +1,7 @@
 """Limits how much a normalizer in a tokenizer.json can lengthen a text.
 
-The `tokenizers` package applies normalizers to the names of added tokens while it is still loading the file.
+The `tokenizers` package already applies the normalizer to the names of added tokens while it loads the file, so the
+file must be checked before it is loaded.
 """
 
 import base64
@@ -15,8 +16,8 @@ _FORMS = {"NFC": 3, "NFD": 4, "NFKC": 18, "NFKD": 18, "Lowercase": 3, "BertNorma
 
 
 def growth_problem(text: str) -> str:
-    """Returns the problem with the normalizer of a tokenizer.json; "" if there is none, or if the normalizer is
-    malformed, which the package reports itself."""
+    """Returns the problem with the normalizer in `text`, the content of a tokenizer.json, if the normalizer lengthens
+    texts too much or has a damaged charsmap; otherwise "". The package itself reports other malformed normalizers."""
     try:
         steps = list(_steps(parsed(text)["normalizer"] or {}))
         if len(steps) > NORMALIZERS:
@@ -45,7 +46,8 @@ def _steps(spec: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _times(spec: Mapping[str, Any]) -> int | None:
-    """Returns the maximum number of characters that a step produces from one character; None if it is damaged."""
+    """Returns the maximum number of characters that a step produces from one character. Returns None if the step's
+    charsmap is damaged."""
     match spec:
         case {"type": "Replace", "pattern": {"String": old}, "content": new}:
             return max(1, -(-len(new) // len(old)) if old else 1 + len(new))

@@ -29,7 +29,7 @@ def hf_corpus(
     Args:
       cache: the folder in which `datasets` caches tables.
       files: the paths or globs of the data files; empty for all files of the data set at `path`.
-      key: the configuration key of `split`, for messages.
+      key: the configuration key that selects `split`, for messages.
 
     Raises UserError if the split is not on this machine, or if the data set lacks the split or a column.
     """
@@ -45,7 +45,7 @@ def hf_corpus(
 
 
 def _load(path: str, name: str, data_dir: str, cache: Path, say: Say, files: Any, split: str, key: str) -> Any:
-    # Before the import, because `datasets` reads this setting at import. It must send no request to the hub.
+    # `datasets` must not send requests to the hub. It reads the setting for this when it is imported.
     turn_hub_off()
     try:
         import datasets
@@ -99,7 +99,8 @@ def _load(path: str, name: str, data_dir: str, cache: Path, say: Say, files: Any
 
 
 def _check_files(datasets: Any, folder: Path | None, load: dict[str, Any]) -> None:
-    """Raises UserError for a data file that `check_unpacked` refuses, or that is outside of `folder`."""
+    """Raises UserError for a data file that `check_unpacked` refuses, or that is outside of `folder`. If `folder` is
+    None, the files may be anywhere."""
     builder = datasets.load_dataset_builder(**{name: value for name, value in load.items() if name != "split"})
     for names in (builder.config.data_files or {}).values():
         for name in names:

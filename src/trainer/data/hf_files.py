@@ -1,4 +1,7 @@
-"""Handles text files that the `datasets` library cannot read: reports the bad line, or reads repaired copies."""
+"""Handles text files that the `datasets` library cannot read.
+
+A line that is not UTF-8 is reported. Files with lone surrogates are read from repaired copies.
+"""
 
 import hashlib
 import itertools
@@ -22,8 +25,9 @@ _PACKED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".7z", ".tar")
 def mended_table(datasets: Any, load: Mapping[str, Any], folder: Path, say: Callable[[str], None]) -> Any:
     """Returns the table that `datasets.load_dataset(**load)` failed to load, with U+FFFD for lone surrogates.
 
-    The readers of `datasets` refuse lone surrogates, so the table is read from repaired copies of the files in
-    `folder`. Returns None if the files have no lone surrogates.
+    The readers of `datasets` refuse lone surrogates, so repaired copies of the files are written into `folder`, and the
+    table is read from the copies. Returns None if the files have no lone surrogates, are compressed, or have a format
+    other than csv, json and text.
 
     Raises UserError for the first line that is not UTF-8.
     """

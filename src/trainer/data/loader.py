@@ -22,8 +22,9 @@ class Loader(Generic[T], Iterator[T]):
     """Iterates over the first `count` items of an iterator (None: all), and loads `depth` of them ahead.
 
     One background thread calls the iterator, in order. If the iterator raises an exception, `next` raises it, with its
-    traceback, for that item. Items are returned unchanged, so a position stored in an item is correct however far ahead
-    the thread is. Close the loader, or use it as a context manager, to end the thread and close the iterator.
+    traceback, for that item. Items are returned unchanged: if an item contains the position from which to resume, the
+    position is correct although the thread has read further. Close the loader, or use it as a context manager, to end
+    the thread and close the iterator.
 
     Attributes:
       waited: total seconds that calls of `next` have waited so far.

@@ -40,19 +40,19 @@ _LOOK = 20  # the number of documents searched for mmap_eod_id
 
 
 class IndexedFile:
-    """One PREFIX.bin with its index, copied to `copies` if the prefix is a URL.
+    """One PREFIX.bin with its index. If the prefix is a URL, both files are first copied into the folder `copies`.
 
     Attributes:
-      paths: both files.
+      paths: the local paths of PREFIX.idx and PREFIX.bin.
       offsets: the index of the first token of each document, followed by the total number of tokens:
         int64 [documents + 1].
 
-    Raises UserError if a file is missing or damaged, or if the two do not belong together. The constructor checks every
+    Raises UserError if a file is missing or damaged, or if the two files do not match. The constructor checks every
     length and offset in the index against the files' sizes, so reads never go past the end of a file.
     """
 
     def __init__(self, prefix: str, copies: Copies | None = None):
-        self._copies: list[io.FileIO] = []  # kept open, so that they are not removed
+        self._copies: list[io.FileIO] = []  # local copies, kept open so that they are not removed
         if copies is not None and "://" in prefix:
             self._copies = [data_file(f"{prefix}{end}", copies).copied() for end in (".idx", ".bin")]
         names = [copy.name for copy in self._copies] or [f"{prefix}.idx", f"{prefix}.bin"]
@@ -79,7 +79,7 @@ class IndexedFile:
         if (sizes < 0).any() or (starts != ends[:-1] * dtype.itemsize).any():
             raise _damaged(index, "the offsets of its sequences contradict their lengths")
         if len(first) < 1 or first[0] != 0 or first[-1] != sequences or (first[1:] < first[:-1]).any():
-            raise _damaged(index, f"its document index does not divide {sequences} sequences")
+            raise _damaged(index, f"its document index does not divide {sequences} sequences into documents")
         try:
             size = self.path.stat().st_size
         except OSError as error:
@@ -128,7 +128,7 @@ class TokenRows:
       eod: the token that ends a document; -1 if only the index defines where documents end.
       reset: whether a segment ends at the end of a document; otherwise each row is one segment.
       mask: whether to exclude from the loss the target that follows the last token of a document.
-      shortest: with `reset`, a segment ends only if it has more tokens than this.
+      shortest: with `reset`, the end of a document ends a segment only if the segment has more tokens than this.
     """
 
     def __init__(
@@ -145,20 +145,21 @@ class TokenRows:
         self._files, self.length, self._vocab_size = [file for file, _ in files], length, vocab_size
         self._eod, self._reset, self._mask, self._shortest = eod, reset, mask, shortest
         runs = [_runs(file, chosen) for file, chosen in files]
-        self._file = np.repeat(np.arange(len(runs)), [len(run) for run in runs])  # the file of each run of documents
+        self._file = np.repeat(np.arange(len(runs)), [len(run) for run in runs])  # the file index of each run
         begins, ends = np.concatenate(runs).T
         self._end = np.cumsum(ends - begins)  # the end of each run in the stream
-        self._shift = ends - self._end  # maps a position in the stream to a position in the file
+        self._shift = ends - self._end  # for each run: position in the file - position in the stream
         self.documents = sum(int(chosen.sum()) for _, chosen in files)
         self.tokens = int(self._end[-1]) if len(self._end) else 0
         self.size = -(-(self.tokens - 1) // length)  # a row needs at least two tokens
 
     def rows(self, indices: np.ndarray) -> Batch:
-        """Returns the rows at `indices` [n], a batch without `row`."""
+        """Returns the rows at `indices` [n] as a batch (see `trainer.data.batches`) without the entry `row`."""
         return make_batch(*np.stack([self._row(int(index) * self.length) for index in indices], axis=1))
 
     def _row(self, first: int) -> np.ndarray:
-        """Returns inputs, targets, segmentation and loss of the row that begins at token `first`: [4, length]."""
+        """Returns the inputs, targets, segment ids and loss mask of the row that begins at token `first`: int32
+        [4, length]."""
         tokens, ends = self._read(first, min(first + self.length + 1, self.tokens))
         inputs, ends = tokens[:-1], ends[:-1]
         row = np.zeros((4, self.length), np.int32)
@@ -227,12 +228,15 @@ def boundaries(config: Config) -> dict[str, Any]:
 
 
 def _component_prefixes(config: Config, pattern: str, key: str, say: Progress) -> list[str]:
-    """Returns the prefixes that `pattern` selects: it is a prefix, a folder, or a glob of either. With
-    grain_file_type=mmap_npy, it is a list of these, `folder|prefix:prefix`."""
+    """Returns the prefixes that `pattern` selects. `pattern` is a prefix, a folder, or a glob of prefixes or folders.
+
+    With grain_file_type=mmap_npy, `pattern` is a list of these, separated by colons. It may begin with `FOLDER|`: this
+    folder contains an index of rows, which is not read.
+    """
     names = [pattern]
     if config.grain_file_type == "mmap_npy":
         folder, bar, rest = pattern.rpartition("|")
-        names = re.split(r":(?!//|\d+/)", rest)  # except the colons of URLs
+        names = re.split(r":(?!//|\d+/)", rest)  # a colon inside a URL is no separator
         if bar:
             say(f"{key}: the index in {folder} is not read, because data_shuffle_seed determines the order of the rows")
     return sorted(prefix for name in names for prefix in _prefixes(name.strip(), key, copies_of(config)))
@@ -269,10 +273,11 @@ def _prefixes(name: str, key: str, copies: Copies) -> list[str]:
 def _choose(
     files: Sequence[IndexedFile], split: Sequence[float], share: float, which: int
 ) -> list[tuple[IndexedFile, np.ndarray]]:
-    """Returns the files of a component, each with a mask of its documents for training (`which` 0) or evaluation (1).
+    """Returns the files of a component, each with a mask of its documents for training (`which` is 0) or evaluation
+    (`which` is 1).
 
-    `split` divides the documents in order, at bounds rounded as in Megatron-LM. Without `split`, evaluation gets the
-    share `share` of the documents, rounded up and evenly spaced.
+    The ratios `split` divide the documents in order, at bounds rounded as in Megatron-LM. Without `split`, evaluation
+    gets the fraction `share` of the documents; their number is rounded up, and they are evenly spaced.
     """
     bounds = np.cumsum([0, *(len(file.offsets) - 1 for file in files)])
     count = int(bounds[-1])

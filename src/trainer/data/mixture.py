@@ -1,4 +1,4 @@
-"""Mixtures: the component of each row as a pure function of the row's index."""
+"""Mixes rows from several sources (components). The component of a row is a pure function of the row's index."""
 
 import math
 from collections.abc import Sequence
@@ -9,11 +9,12 @@ import numpy as np
 from trainer.data.batches import FIELDS, Batch, RowSource
 from trainer.data.order import visited
 
-_PRECISION = 10**6  # weights that are not a ratio of small integers are rounded to this fraction of the weights' sum
+_PRECISION = 10**6  # weights that are not in a ratio of small integers are rounded to a millionth of their sum
 
 
 def whole_weights(weights: Sequence[Fraction]) -> tuple[int, ...]:
-    """Returns positive integers in the ratio of `weights`; the ratio is exact if their sum is at most a million."""
+    """Returns positive integers in the ratio of `weights`. The ratio is exact if the weights, multiplied by their
+    common denominator, add up to at most a million; otherwise it is rounded."""
     scale = math.lcm(*(weight.denominator for weight in weights))
     whole = [int(weight * scale) for weight in weights]
     if sum(whole) > _PRECISION:
@@ -25,13 +26,13 @@ def whole_weights(weights: Sequence[Fraction]) -> tuple[int, ...]:
 def interleave(indices: np.ndarray, weights: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """Returns the component of each row in `indices` [n], and the row's index within that component, both int64 [n].
 
-    Among the first k rows, for any k, each component has its share of k, rounded. Component i gets the fraction
-    weights[i] / (weights[i] + all later weights) of the rows that earlier components leave, evenly spaced, as in
-    grain.MapDataset.mix.
+    For any k, each component has about its share of the first k rows. Component i gets the fraction
+    weights[i] / (weights[i] + all later weights) of the rows that do not belong to earlier components, evenly spaced,
+    as in grain.MapDataset.mix.
     """
     component = np.full(len(indices), -1, np.int64)
     within = np.zeros(len(indices), np.int64)
-    # The rows before and through each index that earlier components leave.
+    # The number of rows that do not belong to earlier components: before each index, and up to and including it.
     before, through = indices.astype(np.int64), indices.astype(np.int64) + 1
     left = sum(weights)
     for i, weight in enumerate(weights):
@@ -43,7 +44,7 @@ def interleave(indices: np.ndarray, weights: Sequence[int]) -> tuple[np.ndarray,
 
 
 class MixedRows:
-    """An endless stream of rows from several sources in the ratio of `weights`. Each source has its own epochs."""
+    """An endless stream of rows from several sources in the ratio of `weights`. Each source is repeated separately."""
 
     size = None
 
@@ -52,7 +53,7 @@ class MixedRows:
         self.length = sources[0].length
 
     def rows(self, indices: np.ndarray) -> Batch:
-        """Returns the rows at `indices` [n], a batch without `row`."""
+        """Returns the rows at `indices` [n] as a batch (see `trainer.data.batches`) without the entry `row`."""
         component, within = interleave(indices, self._weights)
         batch = {name: np.zeros((len(indices), self.length), np.int32) for name in FIELDS}
         for i, source in enumerate(self._sources):

@@ -32,7 +32,7 @@ class Opened(NamedTuple):
     root: Path
 
     def identity(self, way: str) -> dict[str, Any]:
-        """Returns `Dataset.identity` without `order`. `way`: the value of data_pipeline."""
+        """Returns the entries of `Dataset.identity` except `order`. `way`: the value of data_pipeline."""
         encoder, source = self.encoder, self.source
         facts = [[corpus.identity for corpus in source.train], encoder.identity | {"tokenizer": None}]
         return {
@@ -41,7 +41,7 @@ class Opened(NamedTuple):
             "documents": f"{short(facts)}, weights {':'.join(map(str, source.weights))}",
             "tokenizer": short(encoder.tokenizer.fingerprint) if encoder.tokenizer else None,
             "length": self.packing.length,
-            # Contains every field of `Packing`, so that no setting is forgotten.
+            # `Packing.identity` contains every field of `Packing`, so no setting is forgotten.
             "packing": words(self.packing.identity),
         }
 

@@ -3,7 +3,8 @@
 A document t0..tn, including its special tokens, becomes the inputs [t0, .., tn-1] with the targets [t1, .., tn]. It is
 shifted before it is packed, so no target belongs to another document. Segment ids start at 1 in each row. After its
 last segment, a row is padded with zeros. If a document continues in another row, the rest is a separate segment there.
-Aligned segments also have padding between them. A document that others must follow (`Document.after`) is not split.
+If segments are aligned (`Packing.align`), there may be padding between them, too. A document that other documents must
+directly follow (`Document.after`) is not split.
 
 Each document comes with a mark, a value that identifies where it was read. Each row is yielded as a `Packed`, which
 also contains the point from which to resume after the row, `Resume(mark, skip, rows)`. To resume, start with the
@@ -32,8 +33,11 @@ class Resume(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """The origin of a segment, which begins with pair `start` of a document: the document of `mark` or, if `after` is
-    not 0, the `after`-th document (counted from 1) in the `Document.after` of that document."""
+    """The origin of a segment, which begins with pair `start` (of an input and a target) of a document.
+
+    If `after` is 0, this document is the document of `mark`. Otherwise, it is the `after`-th document (counted from 1)
+    in the `Document.after` of the document of `mark`.
+    """
 
     mark: Any
     start: int
@@ -52,8 +56,8 @@ class Packed(NamedTuple):
 class Packing:
     """How documents share rows of `length` tokens.
 
-    The fields are configuration keys, except `align`: every segment begins at a multiple of `align` tokens. `length`
-    must be a multiple of `align`.
+    The first five fields are the values of max_target_length, grain_packing_type, packing, max_segments_per_seq and
+    use_truncation. Every segment begins at a multiple of `align` tokens, and `length` must be a multiple of `align`.
     """
 
     length: int
@@ -72,12 +76,12 @@ class Packing:
         every field, but omits `align` if that is 1, so that rows prepared before `align` existed stay valid."""
         found = {name: value for name, value in asdict(self).items() if (name, value) != ("align", 1)}
         if self._concatenates and self.max_segments > 0:
-            found["kind"] += ", bounded"  # earlier versions ignored max_segments
+            found["kind"] += ", bounded"  # earlier versions ignored max_segments, so their rows differ
         return found
 
     def rows(self, documents: Iterable[tuple[Any, Document]], counts: Counts, skip: int = 0) -> Iterator[Packed]:
-        """Yields the rows of `documents`, each of which comes with its mark. Omits the first `skip` pairs of an input
-        and a target in the first document."""
+        """Yields the rows that are made from `documents`, tuples of a mark and its document. Omits the first `skip`
+        pairs of an input and a target in the first document."""
         documents = self._counted(documents, counts)
         if self._concatenates:
             return _concat(documents, self, counts, skip)
@@ -88,7 +92,7 @@ class Packing:
         return self.together and self.kind == "concat_then_split"
 
     def _counted(self, documents: Iterable[tuple[Any, Document]], counts: Counts) -> Iterator[tuple[Any, Document]]:
-        """Yields `documents`, and counts documents without a loss-bearing token in any row."""
+        """Yields `documents`, and counts those of which no token in the rows contributes to the loss."""
         kept = self.length if self.truncate and not self._concatenates else None
         for mark, document in documents:
             if document.loss is not None and not document.loss[:kept].any():
@@ -150,9 +154,9 @@ def _concat(documents: Iterable[tuple[Any, Document]], packing: Packing, counts:
 
 
 def _fit(documents: Iterable[tuple[Any, Document]], packing: Packing, counts: Counts, skip: int) -> Iterator[Packed]:
-    """Packs each piece of a document, unsplit, into a row of the current group: the first row with enough space
-    (first_fit) or the fullest such row (best_fit). A piece that fits into no row starts a new row; if the group has its
-    maximum number of rows, the new row starts a new group."""
+    """Divides each document into pieces of at most one row's length, and packs each piece, unsplit, into a row of the
+    current group: the first row with enough space (first_fit) or the fullest such row (best_fit). A piece that fits
+    into no row starts a new row; if the group has its maximum number of rows, the new row starts a new group."""
     length = packing.length
     group: list[_Row] = []
     begin = Resume(None, 0, 0)

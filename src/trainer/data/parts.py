@@ -1,6 +1,7 @@
 """Tokenizes and packs the parts of a corpus, in this process or in several processes.
 
-Documents are packed within their part only, so the rows depend neither on the number of processes nor on their order.
+A row contains only documents of one part, so the rows depend neither on the number of processes nor on which process
+handles which part.
 """
 
 import functools
@@ -59,7 +60,7 @@ class Cut(NamedTuple):
     Attributes:
       size: the approximate size of a part, in bytes of the data files; 0: one part.
       workers: the maximum number of processes; 0: one for each core.
-      beam: the options of Apache Beam, which then runs the preparation; None: Beam is not used.
+      beam: the options with which Apache Beam runs the preparation; None: Beam is not used.
     """
 
     size: int = 0
@@ -72,9 +73,9 @@ class Totals(NamedTuple):
 
     Attributes:
       rows: the number of rows.
-      tokens: the number of targets that bear loss.
+      tokens: the number of targets that contribute to the loss.
       pairs: the number of positions that are not padding.
-      target_bytes: the number of text bytes of the targets that bear loss; 0 if the tokenizer does not define it.
+      target_bytes: the number of text bytes of these targets; 0 without a tokenizer that has `bytes_per_token`.
     """
 
     rows: int = 0
@@ -102,7 +103,7 @@ class Written(NamedTuple):
 
 
 def total(written: Sequence[Written], noun: str) -> tuple[Totals, Counts]:
-    """Returns the sums of the totals and counts of all parts. `noun`: see `Counts`."""
+    """Returns the sums of the totals and counts of all parts. `noun`: what messages call a record."""
     counts = Counts(noun=noun)
     for part in written:
         counts.add(part.counts)
@@ -127,8 +128,8 @@ def parts_of(corpora: Sequence[Corpus], size: int) -> list[Part]:
 def records_of(
     corpora: Sequence[Corpus], part: Part, counts: Counts, track: Callable[[float], None]
 ) -> Iterator[Record]:
-    """Yields the records of a part in order. Calls `track` with the share read so far, and adds dropped records to
-    `counts`."""
+    """Yields the records of a part in order. Calls `track` with the share of the part that has been read, and adds
+    dropped records to `counts`."""
     groups = [(i, [piece for _, piece in group]) for i, group in itertools.groupby(part, lambda pair: pair[0])]
     for done, (i, pieces) in enumerate(groups):
         yield from corpora[i].records(lambda share, done=done: track((done + share) / len(groups)), pieces, counts)
@@ -142,8 +143,11 @@ def documents_of(
     part: Part | None = None,
     kept: Callable[[Iterator[Record]], Iterator[Record]] = lambda records: records,
 ) -> Iterator[tuple[Any, Document]]:
-    """Yields the documents of `part` (None: of all corpora) in order, each with the location of its record. Encodes one
-    chunk at a time. Calls `track` with the share read so far. `kept` selects the records to encode."""
+    """Yields the documents of `part` (None: of all corpora) in order, each with the location of its record.
+
+    Encodes one chunk of records at a time, and then calls `track` with the share of the part that has been read. `kept`
+    gets the records and yields those to encode.
+    """
     (part,) = [part] if part is not None else parts_of(corpora, 0)
     read = [0.0]
     records = kept(records_of(corpora, part, counts, lambda share: read.__setitem__(0, share)))

@@ -27,18 +27,20 @@ from trainer.data.rows import FILE, SUMS, StoredRows
 from trainer.data.tokenizer import MIN_VOCAB_SIZE, Tokenizer, train_bpe
 from trainer.data.tokenizer_files import load_tokenizer
 
-FORMAT = 3  # incremented if the rows of equal documents change, so that older folders and positions are refused
-# The required entries of META, and those that exist only if there are several parts.
+# Incremented when equal documents begin to give different rows, so that older folders and positions are refused.
+FORMAT = 3
+# The required entries of the file META, and the entries that exist only if there are several parts.
 _COUNTS = {"rows": Field(int, 1, 1 << 62), "tokens": Field(int, 0, 1 << 62), "documents": Field(int, 0, 1 << 62)}
 _PARTS = {"parts": Field(int, 2), "stored": Field(list)}
-BPE_BYTES = 64 << 20  # the maximum size of the text on which a BPE is trained
+BPE_BYTES = 64 << 20  # the approximate maximum size of the text on which a BPE is trained
 
 
 def open_tokenizer(
     config: Config, train: Sequence[Corpus], weights: Sequence[int], root: Path, say: Progress
 ) -> Tokenizer | None:
-    """Returns the tokenizer that tokenizer_path and tokenizer_type select. Without these keys, trains a BPE on the
-    first 64 MiB of the training documents and stores it in `root`. Returns None if all columns are token ids.
+    """Returns the tokenizer that tokenizer_path and tokenizer_type select. If they select none, returns None if the
+    columns are token ids; otherwise trains a BPE on up to about 64 MiB of the training documents, and stores it in
+    `root` for reuse.
 
     Raises UserError if vocab_size is too small for the tokenizer.
     """
@@ -85,7 +87,7 @@ def open_tokenizer(
 
 
 def _texts(train: Sequence[Corpus], weights: Sequence[int]) -> list[str]:
-    """Returns texts from the beginning of each corpus, in total at most BPE_BYTES, in the ratio of the weights."""
+    """Returns texts from the beginning of each corpus, in total up to about BPE_BYTES, in the ratio of the weights."""
     texts: list[str] = []
     for corpus, weight in zip(train, weights, strict=True):
         left = BPE_BYTES * weight // sum(weights)
@@ -99,7 +101,7 @@ def _texts(train: Sequence[Corpus], weights: Sequence[int]) -> list[str]:
 
 
 class Rows(NamedTuple):
-    """Prepared rows in a folder, and the folder's META."""
+    """Prepared rows in a folder, and the contents of the folder's file META."""
 
     folder: Path
     meta: dict[str, Any]
@@ -132,7 +134,7 @@ def open_rows(
     folder = root / f"{folder_name}-l{packing.length}-{_key(identity)}"
     if not folder.exists():
         if len(parts) > 1:
-            identity["parts"] = len(parts)  # instead of the list of pieces, which may be long
+            identity["parts"] = len(parts)  # META stores their number, because the list may be long
 
         def build(temporary: Path) -> dict[str, Any]:
             return identity | _build(Work(corpora, encoder, packing, parts, temporary), cut, say)
@@ -142,8 +144,10 @@ def open_rows(
 
 
 def read_rows(folder: Path, limit: int = 1 << 31) -> Rows:
-    """Returns the rows in a folder that `open_rows` made. `limit`: the upper bound (exclusive) of their ids. Raises
-    UserError if the folder is damaged."""
+    """Returns the rows in a folder that `open_rows` made. `limit`: the upper bound (exclusive) of the token ids.
+
+    Raises UserError if the folder is damaged.
+    """
     meta = cache.read_meta(folder)
     problems = [f"lacks an entry ({name!r})" for name in _COUNTS if name not in meta]
     problems = problems or field_problems(meta, _COUNTS | _PARTS)
@@ -163,7 +167,7 @@ def _is_part(name: Any, rows: Any) -> bool:
 def _build(work: Work, cut: Cut, say: Progress) -> dict[str, Any]:
     """Writes the rows of all parts, and returns the META entries that describe them.
 
-    Raises UserError if no token bears loss.
+    Raises UserError if there are no rows, or if no token contributes to the loss.
     """
     corpora, packing, name = work.corpora, work.packing, _label(work.corpora)
     parts = f" in {len(work.parts)} parts" if len(work.parts) > 1 else ""
@@ -186,7 +190,8 @@ def _build(work: Work, cut: Cut, say: Progress) -> dict[str, Any]:
 
 
 def check_trainable(corpus: Corpus, encoder: Encoder, packing: Packing) -> None:
-    """Raises UserError if no row of a corpus has a loss-bearing token. Reads only up to the first row that has one."""
+    """Raises UserError if no token of a corpus contributes to the loss. Reads only up to the first row with such a
+    token."""
     counts, pairs = Counts(noun=encoder.noun), 0
     documents = documents_of([corpus], encoder, counts)
     for row, *_ in packing.rows(documents, counts):
@@ -215,8 +220,8 @@ def no_text(corpora: Sequence[Corpus], counts: Counts, packing: Packing) -> User
 
 
 def no_loss(corpora: Sequence[Corpus], pairs: int, counts: Counts, packing: Packing) -> UserError:
-    """Returns the error for corpora with `pairs` tokens, none of which bears loss. This is possible only with two
-    columns, a prompt and its completion."""
+    """Returns the error for corpora of which no token contributes to the loss. Only corpora with two columns, a prompt
+    and its completion, can cause it. `pairs`: the number of tokens of the corpora."""
     cut = f"{counts.cut:,} of them cut off by use_truncation=true, " if counts.cut else ""
     give = f"{counts.hint}, fill the column," if counts.longest else "; fill the column,"
     return UserError(

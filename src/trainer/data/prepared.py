@@ -1,6 +1,6 @@
 """The folder that trainer.prepare makes. It contains all data that training reads.
 
-prepared.json (written last) lists the folders of the rows and the weights of a mixture, and identifies the data.
+prepared.json (written last) lists the folders of rows and the weights of the mixture, and identifies the data.
 config.yml contains the configuration, and tokenizer/ contains the tokenizer's files.
 """
 
@@ -34,8 +34,8 @@ class Prepared:
       labels, weights, train: the name, the weight and the rows of each component of the training data.
       evaluation: the held-out rows; None if there is no evaluation.
       noun: the word for a record in messages; "" means document.
-      limit: the upper bound (exclusive) of the ids in the rows.
-      identity: `Dataset.identity` without `order`.
+      limit: the upper bound (exclusive) of the token ids in the rows.
+      identity: the entries of `Dataset.identity` except `order`.
     """
 
     name: str
@@ -89,7 +89,7 @@ _FIELDS = {
 
 
 def read_place(place: Path) -> tuple[Prepared, bool]:
-    """Returns the rows in the folder `place`, and whether it has a tokenizer.
+    """Returns the rows in the folder `place`, and whether the folder has a tokenizer.
 
     Raises:
       UserError: a file is missing or damaged.
@@ -120,7 +120,7 @@ def read_place(place: Path) -> tuple[Prepared, bool]:
 
 
 def open_place(config: Config) -> tuple[Prepared, Tokenizer | None]:
-    """Returns the rows at prepared_path, and their tokenizer.
+    """Returns the rows at prepared_path, and their tokenizer (None if the folder has no tokenizer).
 
     Raises:
       UserError: a file is missing or damaged, or a key contradicts the folder.
@@ -156,7 +156,8 @@ def open_place(config: Config) -> tuple[Prepared, Tokenizer | None]:
 
 
 def tokenizer_of(place: Path, prepared: Prepared, keys: Mapping[str, Any]) -> Tokenizer:
-    """Returns the tokenizer in the folder `place`. `keys`: the configuration. Raises UserError if it is damaged."""
+    """Returns the tokenizer in the folder `place`. `keys`: the configuration. Raises UserError if the tokenizer is
+    damaged."""
     kind, folder = keys["tokenizer_type"], place / TOKENIZER
     settings = {"add_bos": keys["add_bos"], "add_eos": keys["add_eos"]}
     tokenizer = load_tokenizer("" if kind == "bytes" else str(folder), kind, **settings)
@@ -166,5 +167,5 @@ def tokenizer_of(place: Path, prepared: Prepared, keys: Mapping[str, Any]) -> To
 
 
 def short(facts: Any) -> str:
-    """Returns a short hash of `facts`."""
+    """Returns a short hash of the `repr` of a value."""
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:12]

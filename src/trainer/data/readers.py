@@ -1,7 +1,8 @@
-"""Readers of records: the interface, and readers of text formats. All read in order from any position, some by index.
+"""The interface of record readers, and the readers of text formats.
 
-A *cursor* is the position from which to resume: a byte offset in JSONL and TFRecord files, otherwise a record number.
-Parts can be cut at some cursors (`cuts`), so that several processes can read them.
+Every reader yields records in order, starting at any *cursor*; some readers can also return a record by its number. A
+cursor is a byte offset in JSONL and TFRecord files, otherwise a record number. The method `cuts` returns cursors at
+which a part can be cut into pieces, so that several processes can read the part.
 """
 
 import codecs
@@ -28,7 +29,7 @@ _BLOCK = 1 << 20  # bytes to read at once while skipping the rest of a line
 
 
 class NoColumn(UserError):
-    """A column is missing. `problem`: the message; `there`: the existing columns."""
+    """A column is missing. `problem`: the beginning of the message; `there`: the names of the existing columns."""
 
     def __init__(self, problem: str, there: Iterable[str]):
         self.there = tuple(there)
@@ -37,7 +38,7 @@ class NoColumn(UserError):
 
 
 class Part(Protocol):
-    """Some records of a source."""
+    """Some of the records of a source, such as the records of one file."""
 
     @property
     def name(self) -> str:
@@ -56,7 +57,8 @@ class Part(Protocol):
 
     @property
     def restores(self) -> bool:
-        """Whether `data.arrow` restores values of the columns. If so, earlier versions read different values."""
+        """Whether `data.arrow` restores values of the columns to their original form. Earlier versions of trainer did
+        not restore values, so those versions read different ones."""
         ...
 
     def cuts(self, count: int) -> list[int]:
@@ -67,8 +69,8 @@ class Part(Protocol):
     def read(self, cursor: int = 0, stop: int | None = None) -> Iterator[tuple[int, float, Record]]:
         """Yields (cursor after the record, share of the part read so far, record) for each record from `cursor` on.
 
-        `stop`: the end of the piece, one of `cuts`; None: the end of the part. A record that begins before `stop` is
-        read whole.
+        `stop`: the end of the piece, a cursor that `cuts` returned; None: the end of the part. A record that begins
+        before `stop` is read to its end.
         """
         ...
 
@@ -82,7 +84,7 @@ class IndexedPart(Part, Protocol):
 
 
 class FilePart:
-    """A file: a path, or a `RemoteFile`. Raises UserError if it is missing or empty."""
+    """A part that is one file: `path` is a path or a `RemoteFile`. Raises UserError if the file is missing or empty."""
 
     restores = False
 
@@ -112,7 +114,7 @@ class FilePart:
 
 
 class TextPart(FilePart):
-    """A text file is one document, without its byte order mark."""
+    """A text file, which is one document. A byte order mark at its beginning is omitted."""
 
     _expected: Future[bytes] | None = None
 
@@ -132,7 +134,7 @@ class TextPart(FilePart):
 
 
 class Line(Location):
-    """The location of a line by the offset of its first byte, `number`. The line number is computed only for
+    """The location of a line. `number` is the offset of its first byte, and the line number is computed only for
     messages."""
 
     def __str__(self) -> str:
@@ -165,7 +167,7 @@ def opened(path: Any, stop: int | None = None) -> Iterator[Any]:
 
 
 class JsonlPart(FilePart):
-    """One JSON object per line, perhaps compressed by gzip; blank lines are skipped."""
+    """A file with one JSON object per line, possibly compressed by gzip. Blank lines are skipped."""
 
     def cuts(self, count: int) -> list[int]:
         with self.path.open("rb", buffering=0) as file:
@@ -174,7 +176,7 @@ class JsonlPart(FilePart):
 
     def read(self, cursor: int = 0, stop: int | None = None) -> Iterator[tuple[int, float, Record]]:
         with damaged_file(self.path, (OSError, EOFError, zlib.error)), opened(self.path, stop) as file:
-            if cursor:  # may be within a line, which belongs to the previous piece
+            if cursor:  # the cursor may be within a line, which belongs to the previous piece
                 file.seek(cursor - 1)
                 while (skipped := file.readline(_BLOCK)) and not skipped.endswith(b"\n"):
                     pass
@@ -188,7 +190,7 @@ class JsonlPart(FilePart):
                 if not line.strip():
                     continue
                 try:
-                    # Surrogates in a text may be escaped, or encoded in UTF-8 like characters.
+                    # Besides escaped surrogates, a text may contain surrogates that are encoded in UTF-8.
                     values = json.loads(line.removeprefix(codecs.BOM_UTF8).decode("utf-8", "surrogatepass"))
                 except (ValueError, RecursionError) as error:
                     raise UserError(
@@ -206,7 +208,7 @@ def even_cuts(size: int, count: int) -> list[int]:
 
 
 def pick(values: Any, columns: Columns, where: Any) -> Record:
-    """Returns the wanted columns of a dict. If a column is missing, raises UserError with the existing columns."""
+    """Returns the wanted columns of a dict. Raises UserError if a column is missing, or if a value is too long."""
     try:
         record = Record(where, tuple(values[name] for name in columns))
     except KeyError as error:
@@ -227,7 +229,7 @@ def parsed(parse: Callable[[bytes], Any], data: bytes, columns: Columns, where: 
 
 
 class damaged_file:
-    """A context that turns `errors` into a UserError that names the file."""
+    """A context manager that turns exceptions of the types `errors` into a UserError that names the file."""
 
     def __init__(self, path: Any, errors: tuple[type[Exception], ...]):
         self._path, self._errors = path, errors
@@ -244,5 +246,5 @@ class damaged_file:
 
 
 def indexed(parts: Sequence[Part]) -> bool:
-    """Returns whether all records can be read by number."""
+    """Returns whether the records of all parts can be read by number."""
     return all(hasattr(part, "__getitem__") for part in parts)

@@ -13,7 +13,7 @@ from trainer.runtime.remote import RemoteFile
 
 
 class ArrayRecordPart(FilePart):
-    """Records [start, stop) of an ArrayRecord file. `parse` turns a record into a dict."""
+    """Records [start, stop) of an ArrayRecord file (`stop` None: up to the end). `parse` turns a record into a dict."""
 
     def __init__(
         self, path: Any, columns: Columns, parse: Callable[[bytes], Any], start: int = 0, stop: int | None = None
@@ -21,10 +21,10 @@ class ArrayRecordPart(FilePart):
         super().__init__(path, columns)
         self._parse, self._start, self._given = parse, start, stop
         self._reader: Any = None
-        self._copy: Any = None  # the local copy of a remote file, open so that it is not removed
+        self._copy: Any = None  # the local copy of a remote file, kept open so that it is not removed
         if not isinstance(path, RemoteFile):
-            len(self)  # raises for a damaged file
-        self._reader = None  # each process that reads opens a separate one
+            len(self)  # raises UserError if the file is damaged
+        self._reader = None  # each process that reads records opens a separate reader
 
     @functools.cached_property
     def _stop(self) -> int:
@@ -76,7 +76,7 @@ class ArrayRecordPart(FilePart):
             self._release()
 
     def _release(self) -> None:
-        """Closes the local copy of a remote file, so that it may be removed to make room."""
+        """Closes the local copy of a remote file, so that the copy may be removed to free disk space."""
         if self._copy is not None:
             self._reader = self._copy = None
 
@@ -101,7 +101,7 @@ class ArrayRecordPart(FilePart):
 
 
 class TfrecordPart(FilePart):
-    """A TFRecord file. The lengths and checksums in it are checked."""
+    """A TFRecord file. Reading verifies the lengths and checksums that the file contains."""
 
     def __init__(self, path: Any, columns: Columns, parse: Callable[[bytes], Any]):
         super().__init__(path, columns)

@@ -1,4 +1,4 @@
-"""Texts rendered by a chat template, and their tokens, each with the range of characters that it covers."""
+"""Texts rendered by a chat template, and their tokens with the ranges of characters that the tokens cover."""
 
 import re
 from collections.abc import Collection, Iterator, Sequence
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-Range = tuple[int, int]  # of characters, [start, stop)
+Range = tuple[int, int]  # character indices [start, stop)
 
 
 class Rendered(NamedTuple):
@@ -14,8 +14,8 @@ class Rendered(NamedTuple):
 
     Attributes:
       text: the text.
-      learnt: the ranges inside `{% generation %}` blocks, which are trained, in order.
-      plain: the ranges in which a message contains the name of a special token, which is ordinary text there.
+      learnt: the ranges inside `{% generation %}` blocks, in order; their tokens are trained.
+      plain: the ranges in which a message contains the name of a special token; there, the name is ordinary text.
     """
 
     text: str
@@ -56,12 +56,13 @@ def pattern(names: Collection[str]) -> re.Pattern[str]:
 
 
 def at_plain_names(rendered: Rendered) -> Iterator[tuple[str, int, bool]]:
-    """Yields the parts of a text, each with its start and whether it is a name in `Rendered.plain`."""
+    """Yields consecutive parts of the text, each with its start and whether its range is in `Rendered.plain`."""
     return _cut(rendered.text, rendered.plain)
 
 
 def at_special_tokens(rendered: Rendered, names: re.Pattern[str]) -> Iterator[tuple[str, int, bool]]:
-    """Yields parts of a text, each with its start and whether it is the name of a special token outside of messages."""
+    """Yields consecutive parts of the text, each with its start and whether it is the name of a special token outside
+    of messages. `names` matches the names of special tokens."""
     plain = set(rendered.plain)
     return _cut(rendered.text, [span for match in names.finditer(rendered.text) if (span := match.span()) not in plain])
 
@@ -78,8 +79,8 @@ def _cut(text: str, ranges: Sequence[Range]) -> Iterator[tuple[str, int, bool]]:
 
 
 def from_bytes(text: str, start: int, ids: Sequence[int], ends: Sequence[int]) -> Encoded:
-    """Returns tokens of `text` with their ranges in the whole text, in which `text` begins at `start`. `ends`: the end
-    of each token in `text`, in bytes."""
+    """Returns the tokens `ids` of `text`, which is the part of a longer text that begins at index `start`. The ranges
+    of the tokens refer to the longer text. `ends`: the byte offset in `text` at which each token ends."""
     widths = [len(char.encode()) for char in text] if not text.isascii() else [1] * len(text)
     char_of_byte = np.repeat(np.arange(len(text)), widths)
     stops = np.asarray(ends, np.int64)
@@ -93,9 +94,12 @@ def from_bytes(text: str, start: int, ids: Sequence[int], ends: Sequence[int]) -
 
 
 def from_offsets(ids: Sequence[int], offsets: Any, start: int) -> Encoded:
-    """Returns tokens with their ranges in the whole text; `offsets` [n, 2] are ranges in a text that begins at `start`
-    in the whole text. An empty range, of a token that is only part of a character, is extended to the end of the next
-    nonempty range."""
+    """Returns the tokens `ids` of the part of a longer text that begins at index `start`. The ranges of the tokens
+    refer to the longer text. `offsets` [n, 2]: the ranges of the tokens within the part.
+
+    A token that is only a fragment of a character may have an empty range, which is extended to the end of the next
+    nonempty range.
+    """
     starts, stops = np.asarray(offsets, np.int64).reshape(-1, 2).T.copy()
     for i in reversed(np.flatnonzero(stops[:-1] <= starts[:-1])):
         stops[i] = max(stops[i + 1], starts[i])

@@ -2,8 +2,8 @@
 
 - rows.npy [rows, fields, length]: the rows.
 - crc32.npy [rows]: the checksum of each row.
-- segments.npy [segments, 4]: the origin of each segment: the index of its file or table, the number of the record
-  there, and `start` and `after` of its `packing.Origin`.
+- segments.npy [segments, 4]: the origin of each segment: the index of the file or table that contains its record, the
+  number of the record in that file or table, and `start` and `after` of its `packing.Origin`.
 - segment_ends.npy [rows]: the total number of segments up to the end of each row.
 """
 
@@ -22,17 +22,17 @@ from trainer.data.packing import Origin, Packed
 FILE, SUMS = "rows.npy", "crc32.npy"
 SEGMENTS, ENDS = "segments.npy", "segment_ends.npy"
 _OPEN = 64  # the maximum number of folders that are open at the same time
-_FIELDS = ("inputs", "targets", "segmentation", "loss")  # the last one only if some targets bear no loss
-Names = dict[tuple[str, str], int]  # the index of each file or table by its name and its records' unit, see `Location`
+_FIELDS = ("inputs", "targets", "segmentation", "loss")  # `loss` is stored only if it excludes some targets
+Names = dict[tuple[str, str], int]  # maps (name, unit) of a file or table, see `Location`, to its index in SEGMENTS
 
 
 class StoredRows:
-    """A source of the rows that `write` stored in `folders`, concatenated. Reads only the requested rows, and verifies
-    each of them.
+    """A source of rows: concatenates the rows that `write` stored in several folders. Reads only the requested rows,
+    and verifies each of them.
 
     Args:
       folders: each folder with its number of rows, which is not 0.
-      limit: the upper bound (exclusive) of the ids.
+      limit: the upper bound (exclusive) of the token ids.
 
     Raises UserError if a file's header or a requested row is damaged.
     """
@@ -40,12 +40,12 @@ class StoredRows:
     def __init__(self, folders: Sequence[tuple[Path, int]], limit: int = 1 << 31):
         self._folders, self._limit = folders, limit
         self._ends = np.cumsum([rows for _, rows in folders])
-        # Each open folder takes two file descriptors.
+        # At most _OPEN folders are kept open, because each takes two file descriptors.
         self._open = functools.lru_cache(_OPEN)(self._opened)
         self.size, self.length = int(self._ends[-1]), int(self._open(0)[0].shape[2])
 
     def rows(self, indices: np.ndarray) -> Batch:
-        """Returns the rows at `indices` [n], a batch without `row`."""
+        """Returns the rows at `indices` [n] as a batch (see `trainer.data.batches`) without the entry `row`."""
         stored = np.searchsorted(self._ends, indices, side="right")
         found: list[Any] = [None] * len(indices)
         for i in np.unique(stored).tolist():
@@ -85,7 +85,7 @@ class StoredRows:
 
 def origins(folder: Path, index: int) -> np.ndarray | None:
     """Returns the entries of SEGMENTS for row `index` of a folder: int64 [segments of the row, 4]. Returns None if the
-    folder was written by an earlier version, which did not store them."""
+    folder was written by an earlier version, which did not store origins."""
     if not (folder / SEGMENTS).exists():
         return None
     ends, segments = _mapped(folder, ENDS, 1), _mapped(folder, SEGMENTS, 2)
@@ -103,11 +103,11 @@ def _mapped(folder: Path, name: str, axes: int) -> np.ndarray:
 
 
 def write(folder: Path, rows: Iterable[Packed], *, length: int, vocab_size: int, masked: bool) -> list[tuple[str, str]]:
-    """Writes `rows` into `folder`, in order and in bounded memory. Returns the names and units of the files and tables
-    to which SEGMENTS refers.
+    """Writes `rows` into `folder`, in order and in bounded memory. Returns the (name, unit) of each file or table, see
+    `Location`, to which SEGMENTS refers by index.
 
-    Rows are stored as uint16 if all ids and segment numbers (1 to `length`) fit, otherwise as int32. `masked`: whether
-    some targets bear no loss. Raises OSError if the disk is full.
+    Rows are stored as uint16 if all token ids and segment ids (1 to `length`) fit, otherwise as int32. `masked`:
+    whether some targets do not contribute to the loss. Raises OSError if the disk is full.
     """
     dtype = np.dtype(np.uint16 if max(vocab_size, length + 1) <= 1 << 16 else np.int32)
     fields = _FIELDS if masked else _FIELDS[:-1]
@@ -134,7 +134,7 @@ def _line(origin: Origin, names: Names) -> tuple[int, int, int, int]:
 
 
 class _Growing:
-    """A file in NumPy's format with an array [n, *shape] that grows along its first axis to `count`."""
+    """A file in NumPy's format with an array [count, *shape] that grows along its first axis."""
 
     def __init__(self, path: Path, shape: tuple[int, ...], dtype: Any):
         self._file, self.count = path.open("wb"), 0

@@ -70,7 +70,7 @@ def row(place: Path, number: int, held_out: bool, marks: tuple[str, str]) -> Ite
         (here,) = np.nonzero(batch["inputs_segmentation"] == i + 1)
         yield ""
         yield f"segment {i + 1}, positions {here[0]} to {here[-1]}: {visible(_origin(found, names, i, len(here)))}"
-        # A segment has one token more than targets: its first input, which is never trained.
+        # A segment has one more token than it has targets: its first input, which is never trained.
         ids = [int(batch["inputs"][here[0]]), *batch["targets"][here].tolist()]
         is_trained = [False, *(batch["targets_segmentation"][here] != 0).tolist()]
         if tokenizer:
@@ -79,7 +79,7 @@ def row(place: Path, number: int, held_out: bool, marks: tuple[str, str]) -> Ite
 
 
 def _find(prepared: Prepared, number: int, held_out: bool) -> tuple[Rows, int]:
-    """Returns the rows that contain row `number`, and its index in them."""
+    """Returns the component that contains row `number`, and the row's index in the component."""
     components = [*prepared.train] if not held_out else [prepared.evaluation] if prepared.evaluation else []
     total, left = sum(rows.source.size for rows in components), number
     for rows in components:

@@ -11,7 +11,8 @@ from trainer.config.errors import UserError
 from trainer.data.corpus import Corpus
 from trainer.data.documents import Location, Record, is_held_out
 
-# Tests and large applications. Some Python distributions omit them, so the corpus would differ between distributions.
+# Mostly tests and large applications. Some Python distributions omit these folders, so with them the corpus would
+# differ between distributions.
 EXCLUDED_FOLDERS = frozenset(
     {"test", "tests", "idle_test", "idlelib", "tkinter", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
 )
@@ -69,7 +70,8 @@ def stdlib_folder() -> Path:
 
 
 def stdlib_corpora(root: Path) -> tuple[Corpus, Corpus]:
-    """Returns the files in `root` for training and the held-out ones. Raises UserError if one of the two is empty."""
+    """Returns the training corpus and the held-out corpus of the files in `root`. Raises UserError if either corpus
+    would be empty."""
     files = read_files(root)
     splits = [tuple(file for file in files if file.held_out == held_out) for held_out in (False, True)]
     if not all(splits):

@@ -1,6 +1,6 @@
-"""data_pipeline=streaming: grain reads, shuffles and mixes; rows are tokenized and packed while training runs.
+"""data_pipeline=streaming: grain pipelines read, shuffle, tokenize and pack records while training runs.
 
-This module imports grain, so import it late.
+Import this module only where it is used, because it imports grain.
 """
 
 import functools
@@ -19,9 +19,9 @@ from trainer.data.packing import Packing, Resume
 from trainer.data.readers import IndexedPart, Part, indexed
 
 _OPEN_FILES = 8  # the maximum number of files read alternately if the order is shuffled
-_WINDOWS = 1 << 32  # added to the seed, so that the order of windows differs from the order of files
+_WINDOWS = 1 << 32  # added to the seed of the files' order to get the seed for shuffling windows
 _BUFFER = 4  # the number of rows that a worker process prefetches
-_PASSES = 2  # the search for a document ends after this many passes over a fixed share without a document
+_PASSES = 2  # the search for a document fails after this many passes over a process's share of the records
 
 
 def streamed_rows(
@@ -36,8 +36,8 @@ def streamed_rows(
     process_index: int,
     process_count: int,
 ) -> Any:
-    """Returns an endless grain.IterDataset of this process's rows: dicts of arrays [length], and `counts`, the `Counts`
-    since the previous row.
+    """Returns an endless grain.IterDataset of this process's rows. Each row is a dict of arrays [length], with one more
+    entry, `counts`: the `Counts` since the previous row.
 
     Data that can be read by index are shuffled globally, and each of n processes gets every n-th record. Otherwise, the
     order of the files is shuffled, and records are shuffled within windows of `window` records; the files are divided
@@ -71,9 +71,9 @@ def _records(
             records = records.shuffle(seed)
         mine = records.repeat()[process_index::process_count]
         options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-        # With shuffling, a process gets a different share in each epoch, and so every document eventually; passes are
-        # not counted. Without shuffling, a worker gets every `stride`-th record of the repeated data, a sequence that
-        # itself repeats after `share` records.
+        # With shuffling, a process gets a different share in each epoch and therefore reads every document eventually.
+        # It makes no passes over a fixed share, so the number of the pass stays 0. Without shuffling, a worker gets
+        # every `stride`-th record of the repeated data, a sequence that repeats after `share` records.
         stride = process_count * max(1, workers)
         share = None if seed is not None else len(every) // math.gcd(len(every), stride)
         return mine.to_iter_dataset(options), functools.partial(_pass_of_index, share)
@@ -105,10 +105,11 @@ class _Concatenated:
 
 
 class _Files(grain.IterDataset):
-    """Records of files that are read from the beginning in each epoch; with a seed, the order of the files changes.
+    """The records of files that are read from the beginning in each epoch. With a seed, each epoch shuffles the files.
 
-    `shares` are nested (index, count) pairs: the first for the process, the second for the worker in the process. Each
-    pair divides the files if there are at least `count` files; otherwise, it and all later pairs divide the records.
+    `shares` contains one or two pairs (index, count). The first pair selects the process's share, share `index` of
+    `count`, and the second pair selects the worker's share of the process's share. A pair divides the files if at least
+    `count` files are left; otherwise, it and the pair after it divide the records.
     """
 
     def __init__(self, parts: Sequence[Part], seed: int | None, shares: list[tuple[int, int]]):
@@ -190,7 +191,7 @@ class _FilesIterator(grain.DatasetIterator):
 
 
 class _Through(grain.IterDataset):
-    """A data set whose iterator `make` creates from an iterator of `parent`."""
+    """A data set with the iterator that `make` returns, given an iterator of `parent`."""
 
     def __init__(self, parent: grain.IterDataset, make: Callable[[grain.DatasetIterator], grain.DatasetIterator]):
         super().__init__(parent)
@@ -201,8 +202,8 @@ class _Through(grain.IterDataset):
 
 
 class _Shuffled(grain.DatasetIterator):
-    """Shuffles the records of one window at a time. A window also ends at the end of an epoch. Without a seed, keeps
-    the order.
+    """Shuffles the records of one window at a time. A window has `window` records, or fewer at the end of an epoch.
+    Without a seed, keeps the order.
 
     `get_state` returns the state of the files at the start of the window, the window's number, and the number of its
     records that were returned.
@@ -214,7 +215,7 @@ class _Shuffled(grain.DatasetIterator):
         self._number = self._given = 0
         self._begin = self._end = parent.get_state()  # the state of the files at both ends of the window
         self._records: list[Record] = []
-        self._ahead: tuple[int, Record] | None = None  # the first record after the window, read to find its epoch
+        self._ahead: tuple[int, Record] | None = None  # the next (epoch, record), if the epoch's end ended the window
 
     def __next__(self) -> Record:
         if self._given == len(self._records):
@@ -254,10 +255,10 @@ class _Shuffled(grain.DatasetIterator):
 
 
 class _Packed(grain.DatasetIterator):
-    """Packs records into rows.
+    """Encodes records and packs them into rows.
 
-    `get_state` returns the state of the records before the last document in the returned rows, and how much of that
-    document these rows contain.
+    `get_state` returns the point from which to resume after the last returned row, see `packing.Resume`. The mark of a
+    document is the state of `parent` before the document was read.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The endless stream of a run's training batches, prepared or streaming, and the position after each batch."""
+"""The endless streams of training batches, prepared or made during training, with the position after each batch."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ from trainer.data.batches import Batch, RowSource, local_rows, make_batch, train
 from trainer.data.documents import Counts
 
 Position = dict[str, Any]
-# The name in messages of each entry in a stream's identity.
+# What messages call each entry of a stream's identity (see `Dataset.identity`).
 _NAMES = {
     "format": "the version of the data preparation",
     "way": "data_pipeline",
@@ -26,9 +26,10 @@ _NAMES = {
 
 
 class Stream(Protocol):
-    """Iterates over (batch, position): this process's part of each global batch, and the position after it.
+    """Iterates over (batch, position): this process's part of each global batch, and the position after that batch.
 
-    A position is a small JSON-compatible dict. If `per_process` is true, each process has a separate position.
+    A position is a small JSON-compatible dict from which a stream can resume. If `per_process` is true, each process
+    has a separate position.
     """
 
     per_process: bool
@@ -54,7 +55,7 @@ class PreparedStream:
     def __init__(
         self, source: RowSource, identity: Mapping[str, Any], position: Position | None, *, rows: int, **settings: Any
     ):
-        """`settings`: the other arguments of `train_batch`."""
+        """`rows`: the number of rows of a global batch; `settings`: further arguments of `train_batch`."""
         check_identity(identity, position)
         self._source, self._identity, self._rows, self._settings = source, dict(identity), rows, settings
         self._next = 0 if position is None else int(position["row"])
@@ -68,7 +69,7 @@ class PreparedStream:
         return batch, self.position()
 
     def position(self) -> Position:
-        """Returns the index of the next row."""
+        """Returns the stream's identity and the index of the next row."""
         return {"identity": self._identity, "row": self._next}
 
     def close(self) -> None:
@@ -121,8 +122,9 @@ class StreamingStream:
         return batch, self.position()
 
     def position(self) -> Position:
-        """Returns the state of the iterator, and the layout of processes and workers for which it is valid."""
-        # Converted to JSON and back: this makes a copy, and fails here if the state cannot be stored.
+        """Returns the stream's identity, the state of its iterator, and the layout of processes and workers for which
+        the state is valid."""
+        # The conversion to JSON and back copies the state, and fails immediately if the state cannot be stored.
         state = json.loads(json.dumps(self._iterator.get_state()))
         return {"identity": self._identity, "place": self._layout, "state": state}
 

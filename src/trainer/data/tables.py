@@ -75,8 +75,8 @@ class ParquetPart(FilePart):
             self.path.check()
 
     def _batches(self, file: Any, groups: Sequence[int]) -> Iterator[Any]:
-        """Yields the rows of row groups in batches. In a remote file, determines the batch size for one group at a
-        time, because that takes a request for each dictionary-encoded column."""
+        """Yields the rows of row groups in batches. In a remote file, determines the batch size of a group only when it
+        reads the group, because this takes a request for each dictionary-encoded column."""
         columns = list(self.columns)
         for some in [[group] for group in groups] if self._metadata else [list(groups)] if groups else []:
             chunk = self._chunk or rows_at_once(self.path, self._metadata, columns, CHUNK, some)
@@ -84,7 +84,7 @@ class ParquetPart(FilePart):
 
 
 def _remote_metadata(path: RemoteFile) -> Any:
-    """Returns the metadata of a Parquet file. pyarrow would request 64 KiB for it each time it opens the file."""
+    """Returns the metadata of a Parquet file, for reuse: pyarrow would request 64 KiB each time it opens the file."""
     import pyarrow.parquet
 
     with path.open(buffering=0) as file:

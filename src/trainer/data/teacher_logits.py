@@ -1,10 +1,8 @@
 """Saved logits of a teacher for the rows of one prepared data set, in the stored order of the rows.
 
-A folder contains the file MANIFEST and the shards. Each shard consists of the records of a fixed number of rows,
-without a header. The manifest lists the SHA-256 of each complete shard, so that a restarted command makes only the
-other shards.
-
-Shapes: n rows, t tokens of a row, k saved tokens, v tokens of the teacher's vocabulary.
+A folder contains the file MANIFEST and the shards. A shard consists of the records of a fixed number of rows (fewer in
+the last shard), without a header. The manifest lists the SHA-256 of each complete shard, so that a restarted command
+makes only the missing shards.
 """
 
 import contextlib
@@ -50,9 +48,10 @@ class Facts:
     Attributes:
       data: a hash of the rows (`hash_of_rows`).
       rows, length: the number of rows, and the number of tokens in each row.
-      k, vocab_size: the number of saved tokens, and the size of the teacher's vocabulary.
-      tokens: the number of leading tokens of the vocabulary that the student shares. If k < v, the others are ignored.
-      temperature: the temperature at which OTHERS is computed.
+      k, vocab_size: the number of logits saved for each position, and the size of the teacher's vocabulary.
+      tokens: the number of tokens, from the beginning of the vocabulary, that the student also has. If k < vocab_size,
+        the other tokens are ignored.
+      temperature: the temperature at which the field `teacher_others` is computed (`trainer.objectives.saved_logits`).
       dtype: the dtype of the logits.
       teacher: a hash of the teacher's weights.
       shard_rows: the number of rows of each shard except the last.
@@ -71,12 +70,12 @@ class Facts:
 
     @property
     def whole(self) -> bool:
-        """Whether all logits are saved."""
+        """Whether the logits of all tokens of the vocabulary are saved."""
         return self.k == self.vocab_size
 
     @property
     def record(self) -> np.dtype:
-        """The dtype of a row's record. Its fields are the batch fields."""
+        """The structured dtype of a row's record. Its fields have the names of the fields in a batch."""
         fields = saved_fields(self.k, self.vocab_size, self.dtype)
         return np.dtype(
             [
@@ -141,7 +140,10 @@ class SavedLogits:
         return fingerprint(dataclasses.asdict(self.facts) | {"shards": self._sums})
 
     def rows(self, indices: np.ndarray) -> Batch:
-        """Returns the batch fields of the rows at `indices` [n]. Raises UserError if a shard is damaged."""
+        """Returns the saved logits of the rows at `indices` [n], as batch fields.
+
+        Raises UserError if a shard is damaged.
+        """
         shards, within = np.divmod(indices, self.facts.shard_rows)
         records = np.empty(len(indices), self.facts.record)
         for shard in np.unique(shards):
@@ -150,7 +152,7 @@ class SavedLogits:
         return {name: np.ascontiguousarray(records[name]) for name in self.facts.record.names or ()}
 
     def _shard(self, name: str) -> np.ndarray:
-        # Not kept open: each map holds a file descriptor, and there may be thousands of shards.
+        # The memory map is not kept, because each holds a file descriptor, and there may be thousands of shards.
         file = self.folder / name
         try:
             if name not in self._verified:
@@ -178,7 +180,7 @@ class _WithLogits:
         self.size, self.length, self._source, self._saved = source.size, source.length, source, saved
 
     def rows(self, indices: np.ndarray) -> Batch:
-        """Returns the rows at `indices` [n], a batch without `row`."""
+        """Returns the rows at `indices` [n] as a batch (see `trainer.data.batches`) without the entry `row`."""
         return {**self._source.rows(indices), **self._saved.rows(indices)}
 
 
@@ -191,7 +193,9 @@ def with_logits(dataset: Dataset, path: str) -> Dataset:
     (source, size), saved = rows_of(dataset, PATH), SavedLogits(path)
     here = {"data": hash_of_rows(dataset), "rows": size, "length": source.length}
     there = dataclasses.asdict(saved.facts)
-    if changed := [f"{name} {there[name]} there, {now} here" for name, now in here.items() if there[name] != now]:
+    if changed := [
+        f"{name} is {there[name]} in the folder, {now} in this run" for name, now in here.items() if there[name] != now
+    ]:
         raise UserError(
             f"{PATH}={path}: the logits belong to other rows ({', '.join(changed)}); use the data, the tokenizer and "
             "the packing of the command that saved them"
@@ -245,8 +249,8 @@ def writer(path: str, facts: Facts, teacher_path: str) -> Iterator[tuple[dict[st
 
 
 def _begun(folder: Path, facts: Facts) -> tuple[Facts, dict[str, str]]:
-    """Returns `facts` with the shard size of the earlier command, if there was one, and the SHA-256 of each shard that
-    the command completed. Removes its incomplete shards."""
+    """Returns `facts`, and the SHA-256 of each shard that is already complete. If an earlier command began the folder,
+    `facts` gets the earlier command's shard size, and the incomplete shards are removed."""
     if not os.path.lexists(folder / MANIFEST):
         if any(path.name != LOCK_FILE for path in folder.iterdir()):
             raise UserError(f"save_teacher_logits={folder}: has other files; choose a new folder")
@@ -267,7 +271,7 @@ def _begun(folder: Path, facts: Facts) -> tuple[Facts, dict[str, str]]:
 
 
 def _read(folder: Path) -> tuple[Facts, dict[str, str]]:
-    """Returns the content of the manifest: the facts, and the SHA-256 of each complete shard."""
+    """Returns the content of the manifest: the `Facts`, and the SHA-256 of each complete shard by file name."""
     found = read_object(folder / MANIFEST)
     problems = [f"{name} is missing" for name in _FIELDS if name not in found] or field_problems(found, _FIELDS)
     if not problems and (found["dtype"] not in _DTYPES or not found["k"] <= found["tokens"] <= found["vocab_size"]):

@@ -1,4 +1,4 @@
-"""Text in records: replaces lone surrogates, and detects other encodings."""
+"""Decodes the text of records: replaces lone surrogates, and detects encodings other than UTF-8."""
 
 import codecs
 import re
@@ -7,9 +7,10 @@ REPLACEMENT = "\ufffd"
 # The bytes of a surrogate whose code point is encoded in UTF-8 (WTF-8). No other character begins with these bytes.
 _SURROGATE_BYTES = re.compile(rb"\xed[\xa0-\xbf]")
 _UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-# Whether each of the first four bytes is 0, in UTF-16 and UTF-32 without a byte order mark that begins with ASCII.
+# Whether each of the first four bytes is 0, if a text begins with ASCII and its encoding is UTF-16 or UTF-32 without a
+# byte order mark.
 _ASCII_ZEROS = [(False, True) * 2, (True, False) * 2, (False, True, True, True), (True, True, True, False)]
-GZIP = b"\x1f\x8b\x08"  # the beginning of a compressed file
+GZIP = b"\x1f\x8b\x08"  # the first bytes of a gzip file
 
 
 def mended(text: str) -> tuple[str, int]:
@@ -36,8 +37,8 @@ def decoded(data: bytes) -> tuple[str, int]:
 
 
 def canonical(value: str | bytes) -> bytes:
-    """Returns the UTF-8 of a text after `mended`, which is the same for a str and its bytes. Bytes that are not UTF-8
-    are returned unchanged."""
+    """Returns a text, a str or its UTF-8 bytes, as UTF-8 with lone surrogates replaced (`mended`). The result for a str
+    equals the result for its bytes. Bytes that are not UTF-8 are returned unchanged."""
     if isinstance(value, str):
         return mended(value)[0].encode()
     if not _SURROGATE_BYTES.search(value):
@@ -49,7 +50,7 @@ def canonical(value: str | bytes) -> bytes:
 
 
 def encoding_hint(data: bytes) -> str:
-    """Returns the end of a message about `data`, which is not UTF-8: its probable format; "" if unknown."""
+    """Returns the probable format of `data`, which is not UTF-8, as the end of a message; "" if unknown."""
     zeros = tuple(byte == 0 for byte in data[:4])
     if data.startswith(GZIP):
         return " (it looks like gzip)"

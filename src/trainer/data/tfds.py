@@ -22,7 +22,9 @@ _VERSION = re.compile(r"\d+\.\d+\.\d+")
 
 
 def tfds_corpus(config: Config, name: str, key: str, columns: Columns, say: Progress) -> Corpus:
-    """Returns the split of the dataset `name` in dataset_path that `key`, train_split or eval_split, selects.
+    """Returns one split of the dataset `name` in dataset_path as a corpus.
+
+    `key` is the configuration key that selects the split: train_split or eval_split.
 
     Raises UserError if the dataset or the split is missing or damaged.
     """
@@ -79,7 +81,7 @@ def _place(path: Path, remote: Mapping[str, Any] | None) -> Any:
 
 
 def _remote_folder(place: str, dataset_name: str) -> str:
-    """Returns the URL of `name[/config][:version]` in the folder `place`; by default of the newest version."""
+    """Returns the URL of `name[/config][:version]` in the folder `place`; the default version is the newest."""
     name, _, version = dataset_name.partition(":")
     folder = f"{place.rstrip('/')}/{name}"
     if version:
@@ -113,7 +115,7 @@ def _copied(config: Config, url: str, say: Progress) -> tuple[Path, Mapping[str,
 
 
 def check_features(folder: Path) -> None:
-    """Checks that the features of a TFDS dataset are TFDS's classes, because TFDS would import any other module.
+    """Checks that features.json names only classes of TFDS, because TFDS would import any other module that it names.
 
     Raises:
       UserError: features.json names a class of another package, or is not JSON.
@@ -152,7 +154,7 @@ class _TfdsParser:
 
 
 def tfds_folder(data_dir: Path, dataset_name: str) -> Path:
-    """Returns the folder of `name[/config][:version]` in `data_dir`; by default of the newest version."""
+    """Returns the folder of `name[/config][:version]` in `data_dir`; the default version is the newest."""
     name, _, version = dataset_name.partition(":")
     folder = data_dir / name
     if not folder.is_dir():

@@ -1,4 +1,5 @@
-"""Tokenizers: the interface, tokenizers in tokenizer.json files (including those trained here), and bytes."""
+"""The tokenizer interface and its two implementations: tokenizers stored in tokenizer.json files, including those that
+`train_bpe` trains, and the byte tokenizer."""
 
 import abc
 import codecs
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
     from trainer.data.chat_files import ChatTemplate
 
-MIN_VOCAB_SIZE = 257  # every byte, and the special token
+MIN_VOCAB_SIZE = 257  # one token for each byte, and the special token
 BYTE = re.compile("<0x([0-9A-F]{2})>")  # a token that stands for one byte
 # Byte-level tokens are written with one character per byte: bytes that are printable in Latin-1 stand for themselves,
 # and the other bytes are mapped to the characters from U+0100 on, in order.
@@ -47,9 +48,11 @@ JSON_FILE, CONFIG_FILE = TOKENIZER_FILES["huggingface"], TOKENIZER_CONFIG
 
 
 class package_errors:
-    """A context that turns errors of the `tokenizers` package into a UserError, whose message is `text`, the reason in
-    parentheses, and `advice`. The package raises plain Exception and, if its Rust code panics, PanicException, which is
-    a BaseException."""
+    """A context manager that turns errors of the `tokenizers` package into a UserError. The message is `text`, the
+    reason in parentheses, and `advice`.
+
+    The package raises plain Exception and, if its Rust code panics, PanicException, which is a BaseException.
+    """
 
     def __init__(self, text: str, advice: str = "; take another tokenizer_path"):
         self._text, self._advice = text, advice
@@ -95,8 +98,8 @@ class Tokenizer(abc.ABC):
 
     @property
     def before_text(self) -> list[int]:
-        """The special tokens before a prompt without a chat template, as the tokenizer or the files next to it
-        specify."""
+        """The ids of the special tokens to put before a prompt if no chat template is used. The tokenizer or the files
+        next to it specify these tokens."""
         return [] if self.bos is None or self.beside.begins is False else [self.bos]
 
     @property
@@ -106,8 +109,9 @@ class Tokenizer(abc.ABC):
         return texts[0] != texts[1]
 
     def saved_files(self) -> dict[str, bytes]:
-        """Returns the contents of the files to store for tokenizer_path, by their paths in a folder. They contain this
-        tokenizer and its chat template, as unchanged copies of the files from which it was read where possible."""
+        """Returns the contents, by relative path, of the files of a folder from which tokenizer_path can load this
+        tokenizer and its chat template. Where possible, they are unchanged copies of the files from which the tokenizer
+        was read."""
         with tempfile.TemporaryDirectory() as folder:
             self.save(Path(folder))
             files = {path.name: path.read_bytes() for path in Path(folder).iterdir()} | dict(self.beside.files)
@@ -125,7 +129,8 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def encode_many(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
-        """Returns the tokens of each text, without special tokens. Their names in a text are encoded as plain text."""
+        """Returns the tokens of each text, without special tokens: if a text contains the name of a special token, the
+        name is encoded as plain text."""
 
     @abc.abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
@@ -133,7 +138,7 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def save(self, directory: Path) -> None:
-        """Writes the files that tokenizer_path needs to load this tokenizer into `directory`: the vocabulary, and the
+        """Writes into `directory` the files from which tokenizer_path can load this tokenizer: the vocabulary, and the
         names of required special tokens."""
 
     def encode(self, text: str) -> list[int]:
@@ -141,13 +146,13 @@ class Tokenizer(abc.ABC):
         return list(self.encode_many([text])[0])
 
     def token_bytes(self, token: int) -> bytes:
-        """Returns the UTF-8 bytes that `token` adds to a text, perhaps only part of a character."""
+        """Returns the UTF-8 bytes that `token` adds to a text. They may be only part of a character."""
         before = self.encode("a")  # a tokenizer may remove a space at the beginning
         return self.decode([*before, token])[len(self.decode(before)) :].encode()
 
     def vocabulary(self) -> list[bytes | None]:
-        """Returns the bytes of each token by id: its UTF-8, or its name if it is special; None for an id without a
-        token. Tokenizers in different files, or of different types, have equal bytes for equal tokens."""
+        """Returns the bytes of each token by id: the UTF-8 of its text, or of its name if it is special; None for an id
+        without a token. Equal tokens have equal bytes even in tokenizers of different files or types."""
         names = {i: name.encode() for name, i in self.special_tokens.items()}
         return [names[i] if i in names else self.token_bytes(i) for i in range(self.vocab_size)]
 
@@ -157,12 +162,13 @@ class Tokenizer(abc.ABC):
 
     @functools.cached_property
     def special_tokens(self) -> Mapping[str, int]:
-        """The special tokens by name, as recognized by `encode_rendered`."""
+        """The ids of the special tokens by name. `encode_rendered` recognizes these names."""
         return self._special_tokens()
 
     @functools.cached_property
     def markers(self) -> Mapping[str, int]:
-        """The tokens that can end a turn, by name: special tokens, and others that never occur in ordinary text."""
+        """The ids, by name, of the tokens that can end a turn: special tokens, and others that never occur in ordinary
+        text."""
         return self._markers()
 
     @abc.abstractmethod
@@ -172,7 +178,7 @@ class Tokenizer(abc.ABC):
         return self.special_tokens
 
     def encode_rendered(self, texts: Sequence[Rendered]) -> list[Encoded]:
-        """Returns the tokens of rendered texts. The name of a special token becomes that token, except in a message."""
+        """Returns the tokens of rendered texts. Outside of messages, the name of a special token becomes that token."""
         names = pattern(self.special_tokens)
         return [Encoded.joined([self._part(*part) for part in at_special_tokens(text, names)]) for text in texts]
 
@@ -189,12 +195,12 @@ class Tokenizer(abc.ABC):
 
 
 class JsonTokenizer(Tokenizer):
-    """The tokenizer of a tokenizer.json."""
+    """A tokenizer in the format of the `tokenizers` package, tokenizer.json."""
 
     def __init__(self, inner: "tokenizers.Tokenizer", bos: str | None, eos: str | None):
         # Encode names of special tokens in a text as plain text. The saved file does not contain this setting.
         inner.encode_special_tokens = True
-        # The configuration determines the row length, not the file.
+        # The configuration determines the row length, so the file's truncation and padding are disabled.
         inner.no_truncation()
         inner.no_padding()
         # Encoding must be deterministic. Only a BPE can be random, through its dropout setting.
@@ -216,7 +222,7 @@ class JsonTokenizer(Tokenizer):
                 self.bytes_per_token[i] = 0 if added.special else len(added.content.encode())
 
     def __reduce__(self) -> Any:
-        # Through __init__, because pickling loses encode_special_tokens.
+        # Unpickling calls __init__, because pickling loses encode_special_tokens.
         own = {"special_names", "own_template", "chat_template", "beside", "note"}
         given = {name: value for name, value in vars(self).items() if name in own}
         return JsonTokenizer, (self._inner, *self._names), given
@@ -235,13 +241,13 @@ class JsonTokenizer(Tokenizer):
         return {token.content: i for i, token in self._inner.get_added_tokens_decoder().items() if token.special}
 
     def _markers(self) -> Mapping[str, int]:
-        # Without whitespace: Gemma's tokenizers have added tokens for newlines and spaces.
+        # Added tokens of whitespace are excluded: Gemma's tokenizers have such tokens for newlines and spaces.
         added = self._inner.get_added_tokens_decoder().items()
         return {token.content: i for i, token in added if token.special or token.content.strip()}
 
     @functools.cached_property
     def _of_chats(self) -> "tokenizers.Tokenizer":
-        """A copy that recognizes special tokens, with offsets that no post-processor trims."""
+        """A copy of the tokenizer that recognizes special tokens, and has no post-processor, which may trim offsets."""
         import tokenizers
 
         return tokenizers.Tokenizer.from_str(json.dumps(json.loads(self._inner.to_str()) | {"post_processor": None}))
@@ -270,7 +276,7 @@ class JsonTokenizer(Tokenizer):
         except UserError:
             if len(texts) == 1:
                 raise
-            # One by one, so that the error names the text that failed.
+            # The texts are encoded again one by one, so that the error names the text that failed.
             return [encoding for text in texts for encoding in self._batch(inner, [text], offsets)]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -287,7 +293,7 @@ class JsonTokenizer(Tokenizer):
         found: list[bytes | None] = [None] * self.vocab_size
         convert = _of_byte_level if self._in_bytes else piece_bytes
         for piece, i in self._inner.get_vocab().items():
-            # `max`, because the package lists tokens in random order, and damaged files repeat ids.
+            # A damaged file may repeat an id. The package lists tokens in random order, so `max` makes a fixed choice.
             found[i] = max(found[i] or b"", convert(piece))
         for i, token in self._inner.get_added_tokens_decoder().items():
             found[i] = token.content.encode() if self._in_bytes else piece_bytes(token.content)
@@ -311,7 +317,7 @@ class JsonTokenizer(Tokenizer):
 def train_bpe(texts: Iterable[str], vocab_size: int, *, add_bos: bool = True, add_eos: bool = True) -> JsonTokenizer:
     """Trains a byte-level BPE of at most `vocab_size` tokens. Equal texts give equal tokenizers.
 
-    The tokenizer has one special token, which is put before and after each document.
+    The tokenizer has one special token, which is put before (`add_bos`) and after (`add_eos`) each document.
     """
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -332,7 +338,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, add_bos: bool = True, ad
 
 
 class ByteTokenizer(Tokenizer):
-    """Each byte of the UTF-8 text is a token. Token 256 is put before and after each document."""
+    """Each byte of the UTF-8 text is a token. Token 256 precedes (`add_bos`) and follows (`add_eos`) each document."""
 
     def __init__(self, *, add_bos: bool = True, add_eos: bool = True):
         self.vocab_size = 257
@@ -364,7 +370,7 @@ class ByteTokenizer(Tokenizer):
 
 
 def piece_bytes(piece: str) -> bytes:
-    """Returns the UTF-8 of a token of sentencepiece, which writes a space as U+2581, and some bytes in hexadecimal."""
+    """Returns the UTF-8 of a sentencepiece token. In these tokens, U+2581 is a space; <0xNN> is a single byte."""
     byte = BYTE.fullmatch(piece)
     return bytes.fromhex(byte[1]) if byte else piece.replace("\u2581", " ").encode()
 
@@ -372,12 +378,12 @@ def piece_bytes(piece: str) -> bytes:
 def _of_byte_level(piece: str) -> bytes:
     try:
         return codecs.charmap_encode(piece, "strict", _BYTE_OF)[0]
-    except UnicodeEncodeError:  # like the package's decoder, keeps a token with other characters
+    except UnicodeEncodeError:  # a token with other characters, which the package's decoder also leaves unchanged
         return piece.encode()
 
 
 def _is_byte_level(spec: dict[str, Any]) -> bool:
-    """Returns whether the tokens of this tokenizer.json represent exactly the bytes of the text."""
+    """Returns whether the tokens of the tokenizer.json with the content `spec` represent exactly the text's bytes."""
     if spec.get("normalizer") or (spec.get("decoder") or {}).get("type") != "ByteLevel":
         return False
     steps = spec.get("pre_tokenizer") or {}

@@ -55,15 +55,16 @@ _LLAMA3_NAMES = {
 }
 _LACKS = f"tokenizer_path: {{folder}}: {CONFIG_FILE} or {SPECIAL_TOKENS} names {{name}}, which {{file}} lacks"
 _SYMBOL = re.compile(r"<[^<>\s]+>")
-_MOST_TOKENS = 1 << 24  # a table of this many entries fits in memory
-# The word pattern backtracks over white space, and overflows its stack on a run of under a million characters.
+_MOST_TOKENS = 1 << 24  # the limit of token ids: a table of this many entries fits in memory
+# Matching the word pattern backtracks over white space, and overflows the stack on a run of under a million white-space
+# characters. So runs longer than this limit are split.
 _SPACE_LIMIT = 25_000
 _LONG_SPACE = re.compile(rf"(?<!\s)\s{{{_SPACE_LIMIT + 1},}}")
 
 
 def load_tokenizer(path: str, kind: str, *, add_bos: bool, add_eos: bool) -> Tokenizer:
-    """Returns the tokenizer in the file or folder `path`. `kind` is the value of tokenizer_type; auto detects the type
-    from the file. The tokenizer of a GGUF file is converted to Hugging Face files and loaded from them.
+    """Returns the tokenizer in the file or folder `path`. `kind` is the value of tokenizer_type; with auto, the type is
+    detected from the file. The tokenizer of a GGUF file is converted to Hugging Face files and loaded from them.
 
     Raises UserError if the file is missing or is not a tokenizer of that type, or a required package is not installed.
     """
@@ -92,8 +93,8 @@ def load_tokenizer(path: str, kind: str, *, add_bos: bool, add_eos: bool) -> Tok
 
 
 def tokenizer_parts_of(place: Any) -> dict[str, bytes]:
-    """Returns the contents of the tokenizer's files by path. `place`: a local folder, a folder in a bucket, or a GGUF
-    file.
+    """Returns the contents of the tokenizer's files in `place`, by relative path. `place` is a local folder, a folder
+    in a bucket, or a GGUF file.
 
     Raises:
       UserError: a file is too large, or the type of a GGUF file's tokenizer is unknown.
@@ -120,9 +121,9 @@ def _of_gguf(file: Path, *, add_bos: bool, add_eos: bool) -> Tokenizer:
 
 
 def _named(tokenizer: Tokenizer, role: str, file: Path) -> int | None:
-    """Returns the id of the bos_token or eos_token that the files next to the tokenizer `file` name, or else the
-    tokenizer's default; None if add_bos or add_eos is false. Raises UserError if the tokenizer lacks the named
-    token."""
+    """Returns the id of the token that the files next to the tokenizer `file` name for `role` (bos_token or eos_token).
+    If they name none, returns the tokenizer's default. If that default is None because add_bos or add_eos is false,
+    always returns None. Raises UserError if the tokenizer lacks the named token."""
     own = tokenizer.bos if role == "bos_token" else tokenizer.eos
     name = tokenizer.special_names.get(role)
     if own is None or name is None:
@@ -133,7 +134,7 @@ def _named(tokenizer: Tokenizer, role: str, file: Path) -> int | None:
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """The tokenizer of a sentencepiece model. It may normalize text, so its tokens do not represent exact bytes."""
+    """The tokenizer of a sentencepiece model. The model may normalize text, so tokens do not represent exact bytes."""
 
     def __init__(self, file: Path, *, add_bos: bool, add_eos: bool):
         sentencepiece = _import("sentencepiece", "sentencepiece")
@@ -173,7 +174,8 @@ class SentencePieceTokenizer(Tokenizer):
         return self._pieces(self._inner.is_control)
 
     def _markers(self) -> Mapping[str, int]:
-        # The package does not report which pieces are user-defined symbols, such as <end_of_turn>.
+        # The package does not report which pieces are user-defined symbols, such as <end_of_turn>. So every piece in
+        # angle brackets that is not a byte counts as one.
         return self._pieces(lambda i: _SYMBOL.fullmatch(self._names[i]) and not self._inner.is_byte(i))
 
     def _pieces(self, chosen: Callable[[int], Any]) -> dict[str, int]:
@@ -191,8 +193,9 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 class TiktokenTokenizer(Tokenizer):
-    """The tokenizer of a rank file, with Llama 3's word pattern. Each line of the file contains a token's bytes in
-    base64, a space and the token's rank. The 256 special tokens follow the ranks."""
+    """The tokenizer of a rank file, with Llama 3's word-splitting pattern. Each line of the file contains a token's
+    bytes in base64, a space, and the token's rank, which is its id. The 256 ids after the last rank are special tokens,
+    which are not in the file."""
 
     def __init__(self, file: Path, *, add_bos: bool, add_eos: bool):
         tiktoken = _import("tiktoken", "tiktoken")
@@ -234,7 +237,7 @@ class TiktokenTokenizer(Tokenizer):
 
 
 def _parts(text: str) -> Iterator[str]:
-    """Yields `text` in parts, split within white space that is too long for the word pattern."""
+    """Yields `text` in parts, split wherever a run of white space is too long for the word pattern."""
     start = 0
     for match in _LONG_SPACE.finditer(text):
         for end in range(match.start() + _SPACE_LIMIT, match.end(), _SPACE_LIMIT):
@@ -255,7 +258,7 @@ def _load_json(file: Path, *, add_bos: bool, add_eos: bool, names: Mapping[str, 
         raise UserError(f"tokenizer_path: {file}: {problem}; take another tokenizer_path")
     with package_errors(refused, ""):
         inner = tokenizers.Tokenizer.from_str(text)
-        inner.encode("")  # also applies the post-processor
+        inner.encode("")  # also applies the post-processor, to detect errors in it
     vocabulary = inner.get_vocab()
     if not vocabulary or max(vocabulary.values()) >= _MOST_TOKENS:
         raise UserError(f"tokenizer_path: {file}: it has no tokens, or token ids of {_MOST_TOKENS} or more")
@@ -292,7 +295,8 @@ def _file(path: Path, kind: str) -> Path:
         if kind == "auto" and (path / CONFIG_FILE).is_file():
             return path / CONFIG_FILE
         raise UserError(f"tokenizer_path={path} contains no {' or '.join(names)}")
-    check_folder(path.parent, [*(VOCABULARIES if path.name in VOCABULARIES else ()), *SETTINGS])  # also read
+    # These files are read together with `path`.
+    check_folder(path.parent, [*(VOCABULARIES if path.name in VOCABULARIES else ()), *SETTINGS])
     if not path.is_file():
         raise UserError(
             f"tokenizer_path={path}: there is no such file; give a {', '.join(TOKENIZER_FILES.values())}, or a folder "
@@ -302,7 +306,7 @@ def _file(path: Path, kind: str) -> Path:
 
 
 def _kind(file: Path) -> str:
-    """Returns the type of a tokenizer's file, detected from its name and first bytes."""
+    """Returns the type of a tokenizer's file, detected from the file's name and contents."""
     if file.name == CONFIG_FILE and says_bytes(file):
         return "bytes"
     if file.suffix == ".json":

@@ -1,7 +1,7 @@
 """Checks the unpacked sizes that compressed Parquet and Arrow files declare, before anything is unpacked.
 
-A file of a few kilobytes can unpack to a gigabyte. Both formats store the unpacked sizes, and their readers fail if a
-size is wrong.
+A file of a few kilobytes can unpack to a gigabyte. Files in both formats contain the unpacked sizes, and the readers
+fail if a size is wrong, so a file cannot evade the check with wrong sizes.
 """
 
 import contextlib
@@ -13,9 +13,9 @@ from typing import Any
 from trainer.config.errors import UserError
 from trainer.config.limits import TOGETHER_BYTES, UNPACKED_BYTES, UNPACKED_RATIO
 
-_MAGIC = b"ARROW1\0\0"  # begins an Arrow file; an Arrow stream follows
+_MAGIC = b"ARROW1\0\0"  # the beginning of an Arrow file, before its Arrow stream
 _RECORD_BATCH, _DICTIONARY_BATCH = 3, 2  # types of Arrow's messages
-_BUFFERS, _COMPRESSION = 2, 3  # indices of fields in a batch
+_BUFFERS, _COMPRESSION = 2, 3  # indices of a batch's fields
 
 
 def check_unpacked(path: Path) -> None:
@@ -41,9 +41,9 @@ def check_unpacked(path: Path) -> None:
 def rows_at_once(
     path: Any, metadata: Any, columns: Sequence[str] | None, most: int, groups: Sequence[int] | None = None
 ) -> int:
-    """Returns how many rows of a Parquet file to read at once: at most `most`, fewer if a dictionary page is large,
-    because rows may repeat its values. `columns` and `groups` are the top-level columns and the row groups to read;
-    None: all. Raises UserError as `check_unpacked` does."""
+    """Returns how many rows of a Parquet file to read at once: at most `most`, and fewer if a dictionary page is large,
+    because each row may contain a copy of a large value from it. `columns` and `groups` are the top-level columns and
+    the row groups to read (None: all). Raises UserError as `check_unpacked` does."""
     largest = 1
     with path.open("rb", buffering=0) as file:
         for group in map(metadata.row_group, range(metadata.num_row_groups) if groups is None else groups):
@@ -66,7 +66,7 @@ def _check(path: Any, packed: int, unpacked: int) -> None:
 
 
 def _page_size(header: bytes) -> int:
-    """Returns the unpacked size of a Parquet page: field 2 of its header, in Thrift's compact protocol."""
+    """Returns the unpacked size of a Parquet page, field 2 of `header`, which is in Thrift's compact protocol."""
     numbers: list[int] = []
     at = 0
     while len(numbers) < 2:
@@ -92,8 +92,8 @@ def _arrow_sizes(path: Path) -> Iterator[tuple[int, int]]:
 
 
 def _unpacked(header: bytes, body: Any) -> int:
-    """Returns the total unpacked size of a batch's buffers; 0 if the batch is not compressed. `header` is a
-    flatbuffer."""
+    """Returns the total unpacked size of a batch's buffers; 0 if the batch is not compressed. `header` is the batch's
+    metadata, a flatbuffer; `body` contains the buffers."""
 
     def number(form: str, at: int) -> int:
         return struct.unpack_from(form, header, at)[0]

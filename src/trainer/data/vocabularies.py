@@ -13,7 +13,7 @@ class Shared(NamedTuple):
     """The tokens that two tokenizers have in common.
 
     Attributes:
-      tokens: the number of ids that mean the same in both tokenizers: the smaller of `student` and `teacher`.
+      tokens: the number of ids that both tokenizers have, with equal tokens: the smaller of `student` and `teacher`.
       student, teacher: each tokenizer's largest id + 1. The models' token tables may have more rows.
       note: a message for the user if one vocabulary is a prefix of the other, or if documents begin or end with
         different tokens; else "".
@@ -32,13 +32,15 @@ def shared_tokens(
 ) -> Shared:
     """Compares the tokens with equal ids. `names`: the tokenizers' names in messages.
 
-    Two tokens are equal if `Tokenizer.vocabulary` has the same bytes for both (for a special token, its name),
-    whatever the types of the tokenizers. A special token must not be an ordinary token of the other tokenizer. It may
-    be an added token there without the mark of special tokens, because formats and published files differ in this
-    mark. An id that has no token in one tokenizer must have none in the other.
+    Two tokens are equal if `Tokenizer.vocabulary` returns the same bytes for both, even if the tokenizers are of
+    different types. The bytes of a special token are its name. A special token of one tokenizer must not be an ordinary
+    token of the other. It may be an added token that is not marked as special, because tokenizer formats, and published
+    copies of a tokenizer, differ in which added tokens they mark. An id without a token in one tokenizer must have none
+    in the other.
 
-    Merges and the splitting of texts may differ, because only the student's tokenizer encodes texts. Documents may
-    begin and end with different tokens, because both tokenizers have all these tokens; a note names them.
+    Merges and the splitting of texts may differ, because only the student's tokenizer encodes texts. The tokenizers may
+    begin and end documents with different tokens, because each tokenizer also has the other's tokens. `Shared.note`
+    then names these tokens.
 
     Raises:
       UserError: the tokenizers have different tokens for an id.

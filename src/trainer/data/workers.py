@@ -1,4 +1,4 @@
-"""Calls a function for numbered parts in several local processes."""
+"""Calls a function for each numbered part of a task, in several local processes."""
 
 import multiprocessing
 import os
@@ -13,7 +13,7 @@ from trainer.config.errors import UserError
 from trainer.data.cache import BEGUN_BY, Unfinished
 from trainer.runtime.signals import die_with
 
-Task = Callable[[int, Callable[[float], None]], object]  # arguments: a part, and a callback for its completed share
+Task = Callable[[int, Callable[[float], None]], object]  # arguments: part number, callback for completed share
 _LOOK = 0.5  # seconds between progress checks
 
 
@@ -23,7 +23,8 @@ def cores() -> int:
 
 
 def possible() -> bool:
-    """Returns whether Python can start processes. They import the main module, so it must not come from a pipe."""
+    """Returns whether Python can start worker processes. Workers import the main module, so it must not come from a
+    pipe."""
     main = sys.modules["__main__"]
     path = getattr(main, "__file__", None)
     return path is None or main.__spec__ is not None or os.path.exists(path)
@@ -31,6 +32,7 @@ def possible() -> bool:
 
 def run(task: Task, parts: Sequence[int], count: int, progress: Callable[[int, float], None]) -> None:
     """Calls the picklable function `task` for each of `parts` in `count` processes, which die with this process.
+    Regularly calls `progress` with each part's number and completed share.
 
     Raises:
       UserError: `task` raised this error.
@@ -60,7 +62,7 @@ def run(task: Task, parts: Sequence[int], count: int, progress: Callable[[int, f
     finally:
         del os.environ[BEGUN_BY]
         for process in {*multiprocessing.active_children()} - others:
-            process.terminate()  # a part may take minutes; the next run redoes it
+            process.terminate()  # not waited for: a part may take minutes. The next run redoes it
         pool.shutdown(cancel_futures=True)
 
 
@@ -69,8 +71,8 @@ _OF_WORKER: list[Any] = []  # in a worker: the task, and each part's completed s
 
 def _begin(task: Task, shares: Any, parent: int) -> None:
     die_with(parent)
-    del os.environ[BEGUN_BY]  # the main module has been imported
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
+    del os.environ[BEGUN_BY]  # needed only while this process imports the main module
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: the parent ends this process
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers already use the cores
     _OF_WORKER[:] = task, shares
 
@@ -84,4 +86,4 @@ def _call(part: int) -> None:
     try:
         task(part, track)
     except UserError as error:
-        raise UserError(str(error)) from None  # some subclasses cannot be pickled
+        raise UserError(str(error)) from None  # some subclasses of UserError cannot be pickled

@@ -1,1 +1,1 @@
-"""Evaluation on tasks, of a checkpoint or during a training run."""
+"""Evaluates models on tasks: a checkpoint, or the current parameters of a training run."""

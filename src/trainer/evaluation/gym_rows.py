@@ -1,7 +1,7 @@
 """Generates the questions of a reasoning-gym data set, and judges answers with the data set's verifier.
 
-Both run in separate processes, which load neither JAX nor trainer's configuration. The processes use PYTHONHASHSEED=0,
-because the questions of five data sets depend on the hash seed.
+The generator and the verifier run in separate processes, which load neither JAX nor trainer's configuration. These
+processes use PYTHONHASHSEED=0, because the questions of five data sets depend on the hash seed.
 """
 
 import functools
@@ -17,9 +17,14 @@ _EVALUATES = re.compile(r"\b(eval|exec|parse_expr|sympify)\(")
 
 
 def main(given: str) -> None:
-    """Prints a JSON object: `rows`, pairs of a question and its answer, and `evaluates`, whether the verifier's module
-    evaluates texts as code; or `problem`, `value` and `choices` if the data set cannot be created. `given`: the JSON
-    text of a data set (see `_opened`) and the maximum number of questions."""
+    """Generates the questions and prints a JSON object.
+
+    `given` is the JSON text of a list: the description of the data set, as in `_opened`, and the maximum number of
+    questions. The printed object has the fields `rows`, a list of pairs of a question and its answer, and `evaluates`,
+    whether the verifier's module evaluates texts as code. If the data set cannot be created, the object instead has the
+    fields `problem`, the name of the wrong field of the task, `value`, its value or the error, and `choices`, the
+    allowed values.
+    """
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
@@ -46,7 +51,7 @@ def main(given: str) -> None:
 
 @functools.cache
 def _opened(task: str) -> Any:
-    """Returns the data set for a JSON list of its name, seed, size and configuration."""
+    """Returns a data set. `task`: the JSON text of a list of its name, seed, size and configuration."""
     import reasoning_gym
 
     name, seed, size, settings = json.loads(task)
@@ -59,8 +64,8 @@ def _entry(task: str, index: int) -> Any:
 
 
 def judge(completions: Sequence[str], task: Sequence[str], index: Sequence[int]) -> float:
-    """Returns the verifier's score, from 0 to 1, for the text in the last <answer> </answer>, or for the whole
-    completion without this tag. Has the parameters of a reward function."""
+    """Returns the verifier's score, from 0 to 1, of a completion: of the text in its last <answer> </answer>, or of the
+    whole completion if it contains no such tags. The parameters are a reward function's: lists of one value."""
     from reasoning_gym.utils import extract_answer
 
     (completion,), (described,), (number,) = completions, task, index

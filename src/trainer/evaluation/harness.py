@@ -1,5 +1,5 @@
-"""Runs lm-eval tasks on this process's model. Only `tasks.open_tasks` should import this module, because it first sets
-variables that lm-eval reads when it is imported."""
+"""Runs lm-eval tasks on this process's model. Only `tasks.open_tasks` should import this module, because that function
+first sets environment variables that lm-eval and its packages read at import."""
 
 import contextlib
 import functools
@@ -32,7 +32,7 @@ from trainer.evaluation.specs import Spec
 from trainer.inference.sampling import Sampling
 
 T = TypeVar("T")
-_NAMES = re.compile(r"""^(?:task|group|tag): *['"]?([\w.+-]+)""", re.MULTILINE)  # in a task file
+_NAMES = re.compile(r"""^(?:task|group|tag): *['"]?([\w.+-]+)""", re.MULTILINE)  # names in a task file
 _SEED = 1234  # the seed of the few-shot examples, lm-eval's default
 _RESAMPLES = 1000  # bootstrap samples for the standard errors of metrics that are not means
 _SETTINGS = ("until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "max_length")
@@ -76,7 +76,7 @@ class HarnessTask:
         """Returns the scores of each task, named METRIC or METRIC_FILTER after lm-eval's metric and filter.
 
         Raises:
-          UserError: a request does not fit into the model's positions, or the task fails.
+          UserError: a request does not fit into max_target_length tokens, or the task fails.
         """
         for task in self._loaded["tasks"].values():
             task.set_fewshot_seed(seed=_SEED)
@@ -107,8 +107,8 @@ class HarnessTask:
 
 
 def _check_name(name: str) -> None:
-    """Raises UserError if no task file of lm-eval contains `name`. Building lm-eval's index of all tasks takes ten
-    times as long."""
+    """Raises UserError if no task file of lm-eval contains `name`. This search finds most wrong names in a tenth of the
+    time that lm-eval needs to index all tasks."""
     files = Path(str(lm_eval.tasks.__file__)).parent.rglob("*.yaml")
     texts = [path.read_text(encoding="utf-8", errors="replace") for path in files]
     word = re.compile(rf"(?<![\w.+-]){re.escape(name)}(?![\w.+-])")
@@ -129,9 +129,9 @@ def _scores(values: Mapping[str, Any], count: int, rows: Sequence[Mapping[str, A
 
 
 def _error_of_ratio(metric: str, value: float, rows: Sequence[Mapping[str, Any]]) -> float | None:
-    """Returns the standard error of a metric computed from the log-likelihood per word or byte, which lm-eval does not
-    compute; None for other metrics. Each row's value of the metric is a pair: log-likelihood, and number of words or
-    bytes."""
+    """Returns the standard error of a metric, such as perplexity, that is computed from the log-likelihood per word or
+    byte; None for other metrics. lm-eval does not compute this error. `value`: the value of the metric. `rows`: the
+    samples, which contain under the metric's name a pair: log-likelihood, and number of words or bytes."""
     pairs: list[Any] = [row.get(metric) for row in rows]
     if not pairs or not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
         return None
@@ -143,8 +143,8 @@ def _error_of_ratio(metric: str, value: float, rows: Sequence[Mapping[str, Any]]
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """A context without lm-eval's progress bars, log messages and subprocesses (a subprocess could not use JAX's
-    threads)."""
+    """A context in which lm-eval shows no progress bars and log messages, and starts no subprocesses, which could not
+    use JAX's threads."""
     logger, before = logging.getLogger("lm_eval"), os.environ.get("DISABLE_MULTIPROC")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -185,7 +185,8 @@ def _shown(error: BaseException) -> str:
 
 
 def _answering(method: Callable[..., T]) -> Callable[..., T]:
-    """Wraps a method of `InProcess`: while it runs, `answering` is true, and `_quietly` does not hide its output."""
+    """Wraps a method of `InProcess`. `InProcess.answering` is true while the method runs, and stays true if it raises
+    an exception. `_quietly` does not hide the method's output."""
 
     @functools.wraps(method)
     def said(self: "InProcess", *args: Any, **named: Any) -> T:
@@ -200,22 +201,22 @@ def _answering(method: Callable[..., T]) -> Callable[..., T]:
 
 
 class InProcess(LM):
-    """lm-eval's interface to the model. Requests are encoded as in lm-eval's model for transformers."""
+    """lm-eval's interface to the model. Encodes requests as lm-eval does for models of the package transformers."""
 
     tokenizer_name = "trainer"
 
     def __init__(self, model: EvaluatedModel):
         super().__init__()
         self._model = model
-        self._rendered: dict[str, Rendered] = {}  # conversations, by rendered text
+        self._rendered: dict[str, Rendered] = {}  # rendered conversations, by text
         tokenizer = model.tokenizer
         self._prefix = tokenizer.eos if tokenizer.bos is None else tokenizer.bos
-        self.answering = False  # whether the model runs: a failure is then not the task's
-        self.streams = sys.stdout, sys.stderr  # `_quietly` replaces them
+        self.answering = False  # whether the model runs: an error is then not the task's fault
+        self.streams = sys.stdout, sys.stderr  # the streams that `_quietly` replaces
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Returns the text of a conversation. Stores the text, so that `_encode` turns special tokens' names into
-        special tokens."""
+        """Returns the text of a conversation. Stores the rendered conversation, so that `_encode` encodes the names of
+        special tokens in it as special tokens."""
         try:
             rendered = self._model.chat.template.render(chat_history, prompt=add_generation_prompt)  # type: ignore[union-attr]
         except TemplateFailed as error:
@@ -277,8 +278,8 @@ class InProcess(LM):
         return self._prefix
 
     def _encode(self, text: str, context: str | None = None) -> list[int]:
-        """Returns the tokens of `text`. If `text`, or `context`, with which it begins, is a rendered conversation,
-        special tokens' names in it become special tokens."""
+        """Returns the tokens of `text`, which begins with `context`, if given. If `context` (without it, `text`) is a
+        rendered conversation, the names of special tokens outside its messages become special tokens."""
         rendered = self._rendered.get(text if context is None else context)
         if rendered is None:
             return self._model.encode(text)
@@ -298,10 +299,10 @@ class InProcess(LM):
 
 
 def _generation(given: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sampling]:
-    """Returns generation_kwargs with lm-eval's defaults, and the sampling settings.
+    """Returns the task's generation_kwargs, completed by lm-eval's defaults, and the sampling settings.
 
     Raises:
-      UserError: a setting of transformers is not supported, or a value is invalid.
+      UserError: a setting (of transformers' `generate`) is not supported, or a value is invalid.
     """
     try:
         settings: Mapping[str, Any] = normalize_gen_kwargs(dict(given))

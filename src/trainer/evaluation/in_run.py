@@ -23,11 +23,11 @@ Say = Callable[[str], None]
 
 
 class RunTasks:
-    """Implements `training.loop.Tasks`. Evaluates the same parameters as the run's other evaluations: with ema_decay,
-    their average.
+    """Evaluates a run on its tasks; a function of the type `training.loop.Tasks`. Evaluates the same parameters as the
+    run's other evaluations: with ema_decay, the average of the parameters.
 
-    Every process computes everything on the mesh. Scores depend only on the parameters and the tasks, so a resumed run
-    gets the same scores.
+    All processes run every task together, on the run's mesh. Scores depend only on the parameters and the tasks, so a
+    resumed run gets the same scores.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class RunTasks:
 
         Args:
           stop: the tokens that end an answer.
-          images: see `About.images`.
+          images: the image tokens of a multimodal model, see `About.images` in `trainer.leaves.about`.
 
         Raises:
           UserError: see `open_tasks` and `engine_of_run`.
@@ -62,9 +62,10 @@ class RunTasks:
         return self
 
     def __call__(self, state: Any, updates: int, interrupted: Callable[[], bool]) -> dict[str, Any] | None:
-        """Runs the tasks after `updates` updates. Prints and returns the row of scores; returns None if interrupted.
+        """Runs the tasks on the parameters in `state`, after `updates` updates. Prints the scores and returns them as a
+        row of metrics.jsonl; returns None if the run is interrupted.
 
-        A task that raises UserError is reported, and counted as failed.
+        If a task raises UserError, the error is printed and the task counts as failed.
 
         Raises:
           UserError: a task fails and abort_on_eval_tasks_error is true, or the answers cannot be written to disk.

@@ -1,4 +1,4 @@
-"""The evaluated model: log-probabilities of tokens, and answers to prompts, in batches of an engine."""
+"""The evaluated model: it scores tokens and answers prompts, in batches that an inference engine computes."""
 
 import contextlib
 import math
@@ -24,7 +24,7 @@ _EVERY = 10.0  # seconds between two progress messages
 _LOOK_SECONDS = 0.5  # seconds between checks whether the run or the task's time has ended
 
 
-class Interrupted(Exception):  # not an error, like KeyboardInterrupt
+class Interrupted(Exception):  # like KeyboardInterrupt, not an error
     """Ends the evaluation because the run ends."""
 
 
@@ -35,7 +35,7 @@ class TooLong(UserError):
 @contextlib.contextmanager
 def looking(look: Callable[[], None]) -> Iterator[None]:
     """A context in which a signal handler calls `look` every half second, even while a regular expression is matched.
-    An exception from `look` ends the context. Has no effect outside the main thread."""
+    An exception from `look` interrupts the code in the context. Outside the main thread, `look` is never called."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -61,8 +61,8 @@ class Answer(NamedTuple):
     """The model's answer to a prompt.
 
     Attributes:
-      text: excludes the stop text.
-      end: stop (a stop token or a stop text) or length.
+      text: the answer, without the stop text.
+      end: what ended the answer: stop (a stop token or a stop text), or length (its limit).
     """
 
     text: str
@@ -74,7 +74,7 @@ class EvaluatedModel:
     """A model that scores texts and answers prompts.
 
     Attributes:
-      length: the maximum length of a prompt with its answer; a scored row may have one more token.
+      length: the maximum number of tokens of a prompt with its answer; a row for `log_probs` may have one more token.
       chat: converts messages to tokens; None if prompts are texts.
     """
 
@@ -97,7 +97,7 @@ class EvaluatedModel:
           interrupted: returns whether to raise Interrupted, with the same result in all processes; called after each
             batch and, in a `watched` context, by a timer.
           say: receives a line of progress at most every ten seconds.
-          images: see `About.images`.
+          images: the image tokens of a multimodal model, see `About.images` in `trainer.leaves.about`.
         """
         self._say, self._said, self._images = say, time.monotonic(), images
         self._engine, self._params, self._interrupted = engine, params, interrupted
@@ -116,12 +116,12 @@ class EvaluatedModel:
         return [*self.tokenizer.before_text, *self.tokenizer.encode(text)]
 
     def prompt(self, text: str) -> list[int]:
-        """Returns the tokens of a prompt; with use_chat_template=true, those of a conversation."""
+        """Returns the tokens of a prompt; with use_chat_template=true, as the user's message in a conversation."""
         return self.chat.tokens(text) if self.chat else self.encode(text)
 
     def pair(self, context: str, continuation: str, *, chat: bool = True) -> tuple[list[int], list[int]]:
-        """Returns the tokens of a context, and the tokens that a continuation adds. As in lm-eval, both are encoded
-        together, and spaces at the end of the context belong to the continuation.
+        """Returns the tokens of a context, and the tokens that a continuation adds. As in lm-eval, context and
+        continuation are encoded together, and spaces at the end of the context belong to the continuation.
 
         Args:
           chat: whether, with use_chat_template=true, the context becomes the user's message, encoded separately.
@@ -158,8 +158,8 @@ class EvaluatedModel:
 
     @contextlib.contextmanager
     def watched(self, busy: Callable[[], bool]) -> Iterator[None]:
-        """A context in which a timer calls `check_goes_on` unless `busy()`, for code that does not call it; see
-        `looking`. Has no effect with several processes."""
+        """A context for code that does not call `check_goes_on`: a timer calls it (see `looking`), unless `busy()`
+        returns True. With several processes, the timer does not run."""
         if jax.process_count() > 1:
             yield
             return
@@ -200,8 +200,8 @@ class EvaluatedModel:
         return [found[i] for i in range(len(rows))]
 
     def log_likelihoods(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[float, bool]]:
-        """Returns the log-likelihood of each continuation after its context, and whether every token of the
-        continuation is the most likely one. Contexts that are too long are truncated at their beginning.
+        """Returns, for each pair of a context and a continuation, the log-likelihood of the continuation, and whether
+        each of its tokens is the most likely one. Contexts that are too long are truncated at their beginning.
 
         Raises:
           UserError: a context or a continuation has no tokens, a continuation is longer than `length`, or a
@@ -231,12 +231,12 @@ class EvaluatedModel:
         until: Sequence[Sequence[str]],
         sampling: Sampling = GREEDY,
     ) -> list[Answer]:
-        """Returns an answer to each prompt. Prompts must have less than `length` tokens.
+        """Returns an answer to each prompt. Prompts must have fewer than `length` tokens.
 
         Args:
           limits: the maximum number of tokens of each answer.
           until: texts that end each answer and are not part of it.
-          sampling: sampling settings; prompt i has the seed i. Default: the most likely tokens.
+          sampling: the sampling settings; default: greedy decoding. Prompt i has the seed i.
 
         Raises:
           UserError: a token stands for an image.
@@ -244,7 +244,7 @@ class EvaluatedModel:
         self._check_no_images(prompts)
         scheduler = Scheduler(self._engine, self._params, fill=True)
         writers: dict[int, _Writer] = {}
-        # Sorted by length, so that prompts of equal length follow each other while their program is cached.
+        # In the order of their lengths, so that prompts that need the same compiled program follow each other.
         for i in sorted(range(len(prompts)), key=lambda i: -len(prompts[i])):
             number = scheduler.submit(prompts[i], limit=limits[i], stop=self._stop, sampling=sampling, seed=i)
             writers[number] = _Writer(i, self.tokenizer, prompts[i], until[i])
@@ -273,7 +273,7 @@ class _Writer:
         self._stream, self._text, self._tokens, self._end = TextStream(tokenizer, prompt), "", list[int](), LENGTH
 
     def add(self, token: int | None, end: str | None) -> bool:
-        """Adds a token and an end, if any. Returns whether the answer is complete."""
+        """Adds a token, if not None. `end`: why generation ended, or None. Returns whether the answer is complete."""
         if token is not None:
             self._tokens.append(token)
             self._text += self._stream.add(token)

@@ -1,7 +1,8 @@
-"""Runs model-written code in a process that programs.py starts by this file's path, without the package.
+"""Runs model-written code in a separate process. programs.py starts this file by its path, so that the process does not
+import the package.
 
-With namespaces, the process has no network, sees no other processes, and has no rights over the namespaces. All files
-are read-only, except in an empty in-memory folder.
+If the task's field `namespaces` is true, the process has no network, sees no other processes, and has no privileges
+over its namespaces. All files are then read-only, except in an empty in-memory folder.
 """
 
 import ast
@@ -19,7 +20,7 @@ _MOST_PROCESSES = "/proc/sys/kernel/pid_max"
 
 def _isolate(hidden: str, megabytes: int) -> None:
     """Makes all files read-only, hides the file `hidden`, mounts a writable in-memory folder, and gives up all
-    rights."""
+    privileges."""
     libc = ctypes.CDLL(None, use_errno=True)
     attributes = (ctypes.c_uint64 * 4)(1)  # read-only
 
@@ -27,7 +28,8 @@ def _isolate(hidden: str, megabytes: int) -> None:
         if result:
             raise OSError(ctypes.get_errno(), "the kernel does not permit it")
 
-    # RLIMIT_NPROC does not limit root, so this file does. Before Linux 6.14, it limits the whole machine.
+    # RLIMIT_NPROC does not limit root, so pid_max limits the number of processes. Before Linux 6.14, pid_max applies to
+    # the whole machine, so it is not changed.
     if tuple(map(int, os.uname().release.split("-")[0].split(".")[:2])) >= (6, 14):
         with open(_MOST_PROCESSES, "w") as file:
             file.write("400")

@@ -1,8 +1,8 @@
 """Tasks with programs as answers, in HumanEval's format: a problem's tests call the function that the model wrote.
 
-The function runs in a separate process (program_child.py); the tests run here, in a process for reward functions. The
-processes exchange only Python literals, so a function cannot pass by returning an object that equals every value. This
-module loads neither JAX nor trainer's configuration.
+The function runs in a separate process (program_child.py). The tests run in the process that calls `judge`, a worker
+for reward functions. The two processes exchange only Python literals, so a function cannot pass by returning an
+object that equals every value. This module loads neither JAX nor trainer's configuration.
 """
 
 import ast
@@ -67,7 +67,7 @@ class _Program:
         self._reply(json.dumps([self._source, self._name]))
 
     def __call__(self, *by_place: Any, **by_name: Any) -> Any:
-        """Calls the function and returns its result. Raises _Failed if there is none."""
+        """Calls the function and returns its result. Raises _Failed if the call does not return one."""
         return self._reply(repr((by_place, by_name)))
 
     def _reply(self, line: str) -> Any:
@@ -124,7 +124,7 @@ def outcome(prompt: str, completion: str, test: str, name: str, limits: Mapping[
             contextlib.closing(_Program(prompt + completion, name, limits, folder)) as program,
         ):
             program.load()
-            # Tests may also call other functions of the prompt.
+            # Tests may also call other functions that the prompt defines, so it is executed in this process, too.
             named: dict[str, Any] = {"__name__": "test"}
             exec(compile(f"{prompt}\n    pass\n", "prompt", "exec"), named)
             named[name] = program
@@ -134,7 +134,7 @@ def outcome(prompt: str, completion: str, test: str, name: str, limits: Mapping[
         return str(failed)
     except AssertionError:
         return _FAILED
-    except Exception:  # for example, the test orders a text and a number
+    except Exception:  # for example, the test compares a text with a number by <
         return _RAISES
     return PASSED
 
@@ -146,5 +146,5 @@ def judge(
     entry_point: Sequence[str],
     limits: Sequence[Mapping[str, Any]],
 ) -> float:
-    """Returns the index of the outcome in REASONS. Has the parameters of a reward function."""
+    """Returns the index of the outcome in REASONS. The parameters are a reward function's: lists of one value."""
     return float(REASONS.index(outcome(question[0], completions[0], test[0], entry_point[0], limits[0])))

@@ -15,7 +15,7 @@ from trainer.runtime.agreement import from_first
 _JUDGE = "trainer.evaluation.programs:judge"
 _UNTIL = ["\nclass", "\ndef", "\n#", "\nif", "\nprint"]  # from the HumanEval paper
 _MAX_TOKENS = 512
-_MARGIN_SECONDS = 30.0  # added to a program's limit, for its tests
+_MARGIN_SECONDS = 30.0  # added to a program's time limit, for running its tests
 
 
 class ProgramsTask(QuestionsTask):

@@ -17,9 +17,9 @@ from trainer.rl.rewards import Rewards, Sample, Scored
 from trainer.runtime.agreement import from_first
 
 _MAX_TOKENS = 256
-_TAKEN = ("prompts", "completions")  # other arguments of scoring functions
-_PER_WORKER = 4  # answers for a function between checks whether the run ends
-_PART = 64  # answers for a regular expression between these checks
+_TAKEN = ("prompts", "completions")  # arguments of scoring functions that are not fields of a question
+_PER_WORKER = 4  # answers that each worker scores between two checks whether the run ends
+_PART = 64  # answers that a regular expression searches between two of these checks
 Say = Callable[[str], None]
 
 
@@ -32,7 +32,7 @@ class QuestionsTask:
 
     Attributes:
       name: the task's name in its scores.
-      found: the name of the field of a sample that contains the extracted text.
+      found: the name of the field in `Result.samples` that contains the text extracted from an answer.
     """
 
     found = "found"
@@ -60,7 +60,7 @@ class QuestionsTask:
         """Returns the scores of all questions.
 
         Raises:
-          UserError: a question does not fit into the model's positions, or the function fails.
+          UserError: a question does not fit into max_target_length tokens, or the function fails.
         """
         return [self._choices(model) if "choices" in self._rows[0][1] else self._answers(model)]
 
@@ -122,8 +122,8 @@ class QuestionsTask:
     def _judged(
         self, prompts: Sequence[str], answers: Sequence[Answer], model: EvaluatedModel
     ) -> tuple[str, list[float], Sequence[str | None]]:
-        """Returns the metric's name, its value for each answer, and the text that the regular expression found in each
-        answer."""
+        """Returns the metric's name, its value for each answer, and for each answer the text that the regular
+        expression found; None if it found none or the task has no regular expression."""
         if self._settings.get("score", "exact") == "function":
             judged = list(self._by_function(prompts, answers, model))
             if late := sum(one.timed_out for one in judged):
@@ -189,14 +189,15 @@ class QuestionsTask:
     def _by_function(
         self, prompts: Sequence[str], answers: Sequence[Answer], model: EvaluatedModel
     ) -> Iterator[Scored]:
-        """Yields the result of the user's function for each answer. The first process calls it for all processes."""
+        """Yields the result of the user's function for each answer. Only the first process calls the function."""
         samples = [
             Sample(prompt, answer.text, row, f"{self._where} {line}")
             for (line, row), prompt, answer in zip(self._rows, prompts, answers, strict=True)
         ]
         workers = self._config.reward_num_workers
         judges: list[Rewards] = []
-        # Several processes must stop together, so they check only after each part of the answers.
+        # Several processes must stop together, so they check for the end of the run only after each part of the
+        # answers.
         meanwhile = model.check_goes_on if jax.process_count() == 1 else lambda: None
 
         def judged(part: Sequence[Sample]) -> list[Scored]:

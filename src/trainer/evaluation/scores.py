@@ -35,15 +35,16 @@ class Result(NamedTuple):
 
 
 def mean(metric: str, values: Sequence[float]) -> Score:
-    """Returns the mean of `values`, one value per sample, with the standard error s / sqrt(n)."""
+    """Returns the mean of `values`, one value per sample, with its standard error: the sample standard deviation over
+    sqrt(n)."""
     return ratio(metric, values, [1.0] * len(values))
 
 
 def ratio(metric: str, totals: Sequence[float], weights: Sequence[float]) -> Score:
     """Returns sum(totals) / sum(weights), with one total and one weight for each sample.
 
-    The error is a ratio estimator's, sqrt(n / (n - 1) * sum((total - value * weight)^2)) / sum(weights): samples are
-    independent, but the weighted items within a sample (its tokens) are not.
+    The standard error is that of a ratio estimator, sqrt(n / (n - 1) * sum((total - value * weight)^2)) / sum(weights),
+    because the n samples are independent, but the items that a sample's weight counts, such as tokens, are not.
     """
     count, weight = len(totals), math.fsum(weights)
     value = math.fsum(totals) / weight
@@ -89,7 +90,8 @@ def _cells(score: Score) -> tuple[str, ...]:
 
 
 def _aligned(rows: Sequence[Sequence[str]], words: int) -> list[str]:
-    """Returns `rows` as lines of aligned columns, with the first `words` columns left-aligned."""
+    """Returns `rows` as lines of aligned columns. The first columns (`words` is their number) are left-aligned, the
+    others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
 
     def line(row: Sequence[str]) -> str:

@@ -1,5 +1,7 @@
-"""Reads and checks the tasks in tasks= and eval_tasks=, without JAX. docs/guides/evaluation.md describes their
-formats."""
+"""Reads and checks the tasks that tasks= and eval_tasks= name, without importing JAX.
+
+docs/guides/evaluation.md describes the formats of tasks.
+"""
 
 import gzip
 import importlib.util
@@ -69,11 +71,12 @@ _OF_PROBLEMS = ("task_id", "prompt", "entry_point", "canonical_solution", "test"
 
 
 class Spec(NamedTuple):
-    """A task that is not opened yet.
+    """The description of a task, from which `tasks.open_tasks` opens it.
 
     Attributes:
-      path: the task's file; None for a task in a package, and for `text`, which uses the data of the configuration.
-      settings: the task's fields; for a text task, also keys of base.yml.
+      path: the task's file; None for an lm-eval task given by its name, and for `text`, which uses the configuration's
+        data.
+      settings: the fields of the task's file; for a text task, also keys of base.yml.
       questions: the task's questions, each with its line number.
     """
 
@@ -90,7 +93,7 @@ class Spec(NamedTuple):
 
     @property
     def documents(self) -> bool:
-        """Whether this is a text task that specifies documents, to use instead of the run's documents."""
+        """Whether the task specifies documents to use instead of the run's documents. Only text tasks can."""
         return any(name in self.settings for name in _DOCUMENTS)
 
     @property
@@ -101,11 +104,11 @@ class Spec(NamedTuple):
 
 
 def read_specs(tasks: Sequence[str], key: str) -> list[Spec]:
-    """Returns the tasks that `tasks` names: text, FILE.jsonl, FILE.yml or the name of an lm-eval task. `key`: the
-    configuration key with this list, for messages.
+    """Returns the tasks that `tasks` names. Each item is text, FILE.jsonl, FILE.yml, or the name of an lm-eval task.
+    `key`: the configuration key that contains this list, for messages.
 
     Raises:
-      UserError: lists all mistakes.
+      UserError: a task is invalid, or two tasks have the same name. The message lists all mistakes.
     """
     found: list[Spec] = []
     mistakes: list[str] = []
@@ -184,10 +187,10 @@ def _of_programs(path: Path, values: Mapping[str, Any]) -> Spec:
 
 
 def of_problem(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the question for a HumanEval problem.
+    """Returns a problem in HumanEval's format as a question.
 
     Raises:
-      UserError: a field is missing or is not text, or a source text is not a program.
+      UserError: a field is missing or is not text, or the source code in a field does not compile.
     """
     if wrong := [name for name in _OF_PROBLEMS if not isinstance(row.get(name), str)]:
         raise UserError(f"{wrong[0]}: needed: a text")
@@ -207,8 +210,8 @@ def _check_lm_eval() -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Returns the mapping in a YAML file. For an lm-eval file, whose other values may be functions, returns only the
-    task."""
+    """Returns the mapping in a YAML file. For an lm-eval file, returns only the field `task`, because other fields may
+    contain functions."""
     try:
         text = plain_yaml.read_text(path)
         node = plain_yaml.compose(text)
@@ -279,7 +282,7 @@ def _of_questions(name: str, path: Path, values: Mapping[str, Any]) -> Spec:
 
 
 def _of_prompt(values: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Returns the names of the fields in the prompt, and the problems of the prompt."""
+    """Returns the names of the fields in the prompt, and messages about mistakes in the prompt."""
     columns, problems = list[str](), list[str]()
     try:
         for _, column, form, conversion in string.Formatter().parse(values.get("prompt", PROMPT)):
@@ -326,7 +329,7 @@ def _questions(path: Path, columns: Sequence[str], score: str) -> list[tuple[int
 
 
 def _problem(row: Any, columns: Sequence[str], score: str) -> str | None:
-    """Returns what is wrong with a question."""
+    """Returns a message about a mistake in the question `row`, or None. `columns`: the fields in the prompt."""
     if not isinstance(row, dict):
         return "not a JSON object"
     if missing := [column for column in columns if column not in row]:

@@ -18,7 +18,7 @@ from trainer.runtime.agreement import from_first
 from trainer.runtime.attempts import turn_hub_off
 from trainer.runtime.folders import replace_file
 
-# Environment variables that packages read when they are imported. They prevent downloads during a run.
+# Environment variables that packages read at import. The value 1 prevents downloads during a run.
 _OFFLINE = ("HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE")
 RESULTS_FILE = "results.json"
 Say = Callable[[str], None]

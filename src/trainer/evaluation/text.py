@@ -31,7 +31,7 @@ Say = Callable[[str], None]
 
 
 class Window(NamedTuple):
-    """Tokens `begin` to `end` (exclusive) of a text. Tokens from `first` on are predicted and counted."""
+    """Tokens `begin` to `end` (exclusive) of a text. Tokens from index `first` of the text on are scored."""
 
     begin: int
     end: int
@@ -40,8 +40,8 @@ class Window(NamedTuple):
 
 def windows(count: int, context: int, stride: int) -> Iterator[Window]:
     """Yields the windows of a text of `count` tokens as in transformers' guide to perplexity. The windows begin at
-    multiples of `stride`, have up to `context` tokens, and count the tokens that no earlier window counted. A window
-    never counts its first token, which has no predecessor in the window."""
+    multiples of `stride` and have up to `context` tokens. Each window scores the tokens that no earlier window scored,
+    except its first token, which has no predecessor in the window."""
     done = 1
     for begin in range(0, count, stride):
         end = min(begin + context, count)
@@ -54,8 +54,8 @@ def windows(count: int, context: int, stride: int) -> Iterator[Window]:
 
 def windows_of_llama_cpp(count: int, context: int) -> Iterator[Window]:
     """Yields the windows of a text of `count` tokens as in llama.cpp's program `perplexity`: consecutive windows of
-    `context` tokens. Each window counts its tokens from index `context // 2 + 1` on. The remainder of the text is
-    unused."""
+    `context` tokens. Each window scores its tokens from index `context // 2 + 1` on. Tokens after the last whole window
+    are unused."""
     for begin in range(0, count - context + 1, context):
         yield Window(begin, begin + context, begin + context // 2 + 1)
 
@@ -71,7 +71,7 @@ class TextTask:
         """Opens the data.
 
         Args:
-          config: the model's configuration; the task may override its data keys.
+          config: the model's configuration. The task may override the data keys in it.
           limit: the maximum number of documents; -1: all.
 
         Raises:
@@ -100,7 +100,8 @@ class TextTask:
         """Returns the scores: loss in nats per token, perplexity and, if tokens represent bytes, bits per byte.
 
         Raises:
-          UserError: no text is as long as a window of llama.cpp.
+          UserError: no token is scored, because no text has `context` tokens (for llama.cpp's windows), or because the
+            loss excludes all tokens.
         """
         texts = [_joined(self._documents)] if self._joined else self._documents
         listed = [(i, window) for i, text in enumerate(texts) for window in self._windows(len(text.tokens))]
@@ -151,11 +152,11 @@ class TextTask:
 
 
 def _with_data(config: Config, spec: Spec) -> Config:
-    """Returns `config` with the task's data. If the task specifies documents, the keys of held-out documents come from
-    the task or are reset, because those of `config` are for other data.
+    """Returns `config` with the task's data keys. If the task specifies documents, the keys for held-out documents that
+    it does not set get their defaults, because their values in `config` are for other data.
 
     Raises:
-      UserError: keys of the data contradict each other.
+      UserError: the data keys contradict each other.
     """
     values = spec.data
     if not values:
@@ -175,8 +176,9 @@ def _with_data(config: Config, spec: Spec) -> Config:
 
 
 def _documents(config: Config, tokenizer: Tokenizer | None, say: Say, *, all_allowed: bool) -> Iterator[Document]:
-    """Yields the held-out documents of the data; if none are held out and `all_allowed`, all documents. The documents
-    have a begin token but no end token. For files of token ids and synthetic data, they are the segments of rows."""
+    """Yields the held-out documents of the data; if none are held out and `all_allowed` is true, all documents. The
+    documents have a begin token but no end token. For files of token ids and synthetic data, yields the segments of the
+    held-out rows, unchanged."""
     if config.dataset_type == "synthetic" or token_files(config):
         rows = open_dataset(Config({**config, "eval_interval": 1}), say).evaluation
         assert rows is not None, "open_dataset raises UserError"

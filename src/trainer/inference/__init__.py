@@ -1,1 +1,1 @@
-"""Generating text with a trained model."""
+"""Generates text with a trained model."""

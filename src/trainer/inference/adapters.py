@@ -1,7 +1,7 @@
-"""Serves several adapters over one base: concatenates their ranks into a single adapter.
+"""Serves several adapters with one base model: concatenates their ranks into a single adapter.
 
-An adapter's product is a sum over its ranks, so each row masks the ranks of all adapters but its own
-(`products.Context.ranks`).
+The product with an adapter is a sum over its ranks. So each row of a batch can use one adapter: the field `ranks` of
+`trainer.products.context.Context` selects the ranks of that adapter.
 """
 
 import math
@@ -25,11 +25,12 @@ from trainer.weights.open import weight_shapes
 def with_adapters(
     config: Config, adapters: Sequence[Adapters], *, apart: bool = False
 ) -> tuple[Any, np.ndarray | None]:
-    """Returns the configuration of a model with the ranks of all `adapters`, and `Served.ranks`.
+    """Returns the configuration of a model with the ranks of all `adapters`, and the mask of each adapter's ranks for
+    `Served.ranks` in `trainer.inference.served`. The mask is None if rows do not select adapters.
 
     Args:
       config: the base's resolved configuration.
-      apart: whether rows select their adapters even if there is only one.
+      apart: whether rows select an adapter, or none, even if there is only one adapter.
 
     Raises:
       UserError: rows cannot use different adapters in the same products, or batch_invariant does not allow them.
@@ -44,7 +45,8 @@ def with_adapters(
     if len({(each.get("lora_weight_qtype", ""), each.get("lora_tile_size", 0)) for each in keys}) > 1:
         raise UserError("adapters: lora_weight_qtype or lora_tile_size of their bases differ; serve them one by one")
     ranks = [each["lora_rank"] for each in keys]
-    # The total factor is 1: `loaded` multiplies each adapter's b by its lora_alpha / lora_rank.
+    # lora_alpha / lora_rank is 1 for all adapters together, because `loaded` multiplies each adapter's matrix b by that
+    # adapter's lora_alpha / lora_rank.
     whole = {**keys[0]} | {
         "enable_lora": True,
         "lora_rank": sum(ranks),
@@ -77,8 +79,8 @@ def _check_bits(config: Config, adapters: Sequence[Adapters], keys: Sequence[Map
                 "bitwise equality is not verified for it"
             )
         scale = each["lora_alpha"] / each["lora_rank"]
-        # Training multiplies the product of x and a by the scale, but here b includes the scale. Only a scale that is a
-        # power of two rounds equally in both.
+        # Training multiplies the product of x and a by the scale, but `loaded` multiplies b by it. The results are
+        # bitwise equal only if the scale is a power of two.
         if (apart or len(adapters) > 1) and math.frexp(scale)[0] != 0.5:
             raise UserError(
                 f"batch_invariant=true: {found.path} has lora_alpha / lora_rank = {scale:g}, which is not a "

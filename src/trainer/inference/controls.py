@@ -87,7 +87,7 @@ def check_asked(asked: Asked, vocab_size: int) -> None:
 
 
 def controls(asked: Asked, tokens: Sequence[int] | np.ndarray, vocab_size: int) -> Controls:
-    """Returns the `Controls` of one sequence, in NumPy: [1] and [1, v]. `tokens`: the tokens of its prompt."""
+    """Returns the `Controls` of one sequence, as NumPy arrays [1] and [1, v]. `tokens`: the sequence's prompt."""
     bias, prompt = np.zeros((1, vocab_size), np.float32), np.zeros((1, vocab_size), bool)
     if asked.bias:
         bias[0, list(asked.bias)] = list(asked.bias.values())
@@ -119,27 +119,27 @@ def adjusted(logits_bv: jax.Array, it: Controls, used_b: jax.Array) -> jax.Array
 
 
 def counted(it: Controls, drawn_b: jax.Array, used_b: jax.Array) -> Controls:
-    """Returns `it` with the tokens `drawn_b` counted for sequences in use."""
+    """Returns `it` after adding the drawn tokens `drawn_b` to `counts`, for the sequences in use (`used_b`)."""
     rows = jnp.arange(len(drawn_b))
     return it._replace(counts=it.counts.at[rows, drawn_b].add(used_b.astype(jnp.int32)))
 
 
 def scores(logits_ntv: jax.Array, targets_nt: jax.Array) -> Scores:
-    """Returns the scores of the targets, with leading axes [n, t] in place of [n]."""
+    """Returns the scores of the targets. Their arrays have the leading axes [n, t] instead of [n]."""
     nll, log_z = cross_entropy(logits_ntv, targets_nt)
     top, tokens = jax.lax.top_k(logits_ntv.astype(jnp.float32), min(LIKELIEST, logits_ntv.shape[-1]))
     return Scores(-nll, tokens, top - log_z[..., None])
 
 
 def scores_of_prompt(head: Any, hidden_te: jax.Array, targets_t: jax.Array) -> Scores:
-    """Returns the scores of the targets. `head`: hidden states [1, n, e] -> logits [1, n, v]."""
+    """Returns the scores of the targets. `head` is a function: hidden states [1, n, e] -> logits [1, n, v]."""
     found = _tiled(lambda h, t: scores(head(h), t), hidden_te[None], targets_t[None])
     return jax.tree.map(lambda x: x[0], found)
 
 
 def said_of_targets(head: Any, hidden_bte: jax.Array, targets_bt: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the log-probability of each target, float32 [b, t], and whether it is the most likely token, bool.
-    `head`: hidden states [b, n, e] -> logits [b, n, v]."""
+    `head` is a function: hidden states [b, n, e] -> logits [b, n, v]."""
 
     def said(hidden: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits = head(hidden)
@@ -149,8 +149,9 @@ def said_of_targets(head: Any, hidden_bte: jax.Array, targets_bt: jax.Array) -> 
 
 
 def _tiled(fn: Any, hidden_bte: jax.Array, targets_bt: jax.Array) -> Any:
-    """Returns the arrays [b, t, ...] of `fn`, computed in tiles of n tokens, so that the logits of all t tokens never
-    exist at once. `fn`: hidden states [b, n, e], targets [b, n] -> arrays [b, n, ...]."""
+    """Applies `fn` to tiles of n tokens, so that the logits of all t tokens never exist at once. Returns the
+    concatenated results, [b, t, ...]. `fn` is a function: hidden states [b, n, e], targets [b, n] -> arrays
+    [b, n, ...]."""
     rows, count = targets_bt.shape
     tiles = -(-count // _TILE)
 

@@ -7,7 +7,7 @@ from trainer.weights.open import open_source
 
 
 def stop_tokens(config: Config, tokenizer: Tokenizer) -> list[int]:
-    """Returns the tokens that end a sequence: from the tokenizer, and from the model's folder if that exists.
+    """Returns the tokens that end a sequence, from the tokenizer and, if it exists, the model's folder.
 
     Raises:
       UserError: the folder is damaged.

@@ -31,7 +31,8 @@ from trainer.sharding import Axes
 class Engine:
     """Prefills prompts, inserts them into slots and generates, with the model of `served`.
 
-    `params` is always a result of `hold`: canonical variables (params, rest) in the layout of the compiled functions.
+    Except in `hold`, the argument `params` is always a result of `hold`: the canonical variables (params, rest) in the
+    layout of the compiled functions.
     """
 
     def __init__(self, served: Served):
@@ -76,14 +77,15 @@ class Engine:
         return self.config.prefill_chunk_size
 
     def part(self, tokens: np.ndarray, whole: bool = False) -> np.ndarray:
-        """Returns a prompt's chunk, padded to the next bucket below prefill_chunk_size; if there is none, or `whole`,
-        to prefill_chunk_size. int32 [bucket]."""
+        """Returns `tokens`, a chunk of a prompt, padded to the next bucket: int32 [bucket]. Pads to prefill_chunk_size
+        if `whole` is true or no smaller bucket is long enough."""
         sizes = [size for size in self.rows.buckets if size < self.prefill_chunk_size and not whole]
         size = next((size for size in sizes if size >= tokens.size), self.prefill_chunk_size)
         return np.pad(tokens, (0, size - tokens.size))
 
     def controls(self, asked: Asked, tokens: np.ndarray) -> Controls | None:
-        """Returns a request's options for `prefill`, given the prompt `tokens`; None without `Served.controls`."""
+        """Returns a request's options `asked` as the argument `controls` of `prefill`; None without `Served.controls`.
+        `tokens`: the request's prompt."""
         if not self.served.controls:
             return None
         made = controls(asked, tokens, self.config.vocab_size) if asked != NOTHING else None
@@ -141,15 +143,17 @@ class Engine:
         Args:
           padded_tokens: int32 [t], the prompt; with `existing_prefix`, the prompt's next part.
           true_length: the number of tokens before the padding.
-          existing_prefix: the prefix for the earlier part of the prompt, prefilled with `room`; its cache is donated.
+          existing_prefix: the prefix that `prefill`, with `room`, returned for the earlier part of the prompt; its
+            cache is donated.
           num_samples: the number of sequences that continue the prompt, each with different random numbers.
-          sampling, seed: see `sampling.Sampling` and `sampling_key`; default: the keys decode_sampling_*.
-          room: the number of positions of the cache, including those for further parts; default: max_prefill_length
+          sampling, seed: see `Sampling` and `sampling_key` in `trainer.inference.sampling`; default: the keys
+            decode_sampling_*.
+          room: the number of positions in the cache, also for further parts of the prompt; default: max_prefill_length
             with use_chunked_prefill or enable_prefix_caching, otherwise t.
           adapter: the adapter of the sequences, counted from 1; 0: none. Requires an engine with several adapters.
           sample: the number of the first sequence; sequences with equal seeds and different numbers draw different
             tokens.
-          controls: the sequences' options; default: neutral ones. Requires an engine with `Served.controls`.
+          controls: the sequences' options; default: none. Requires an engine with `Served.controls`.
           targets: int32 [t]; if given, `Result.prompt` contains the score of each target as the successor of the prompt
             token at the same index.
 
@@ -183,8 +187,8 @@ class Engine:
     def prefill_multisampling(
         self, params: Any, padded_tokens: jax.Array | np.ndarray, true_length: int, num_samples: int, **how: Any
     ) -> tuple[Prefix, Result]:
-        """Runs `prefill` with several samples. They get the same tokens as separate requests with the same random
-        keys."""
+        """Runs `prefill` for `num_samples` sequences. They get the same tokens as separate requests with the same
+        random keys."""
         return self.prefill(params, padded_tokens, true_length, num_samples=num_samples, **how)
 
     def prefill_concat(
@@ -207,12 +211,12 @@ class Engine:
           padded_tokens, decoder_positions, decoder_segment_ids, start_pos, true_lengths, num_prompts: the fields of
             `Packed`, passed as `*packed(prompts)`.
           sampling: for all prompts, or arrays with an entry for each.
-          seeds: one for each prompt, see `sampling.sampling_key`; default: decode_sampling_seed for all.
-          adapters: one for each prompt, see `prefill`; default: none.
+          seeds: one for each prompt, as in `prefill`; default: decode_sampling_seed for all.
+          adapters: one for each prompt, as in `prefill`; default: none.
 
         Raises:
-          ValueError: a block does not keep separate states for the prompts of a row, or a prompt begins where
-            `batch_invariant` does not allow it.
+          ValueError: a block does not keep separate states for the prompts of a row, or with batch_invariant, a prompt
+            does not begin at a multiple of TILE.
         """
         if not self._packs_rows:
             raise ValueError("a block does not keep separate states for the prompts of a row; prefill each prompt")
@@ -233,7 +237,7 @@ class Engine:
         """Returns `decode_state`, which is donated, with sequence i of `prefix` in slot `slots[i]`.
 
         Raises:
-          ValueError: the number of slots differs from the number of sequences.
+          ValueError: `slots` does not contain a different, existing slot for each sequence.
         """
         count = prefix.sequences.tokens.size
         valid = all(0 <= slot < self.max_concurrent_decodes for slot in slots)
@@ -299,7 +303,7 @@ class Engine:
         return {"parameters": self._programs.abstract_weights, "cache": state.cache, "sequences": state.sequences}
 
     def aot_compile(self, options: Mapping[str, Any] | None = None) -> tuple[Any | None, Report]:
-        """Compiles `generate` without parameters and without a cache, also for devices that do not exist here.
+        """Compiles `generate` without parameters and without a cache, also for devices that this machine does not have.
 
         Args:
           options: additional XLA options.
@@ -316,17 +320,17 @@ class Engine:
     def _drawing(
         self, count: int, sampling: Sampling | None, seeds: Sequence[int] | None, first: int = 0
     ) -> tuple[np.ndarray, Sampling]:
-        """Returns the requests (see `request_keys`) and settings of `count` sequences, in NumPy, because JAX would
-        compile each operation separately. Raises UserError for values that are not allowed."""
+        """Returns the seed and sample number of each of `count` sequences, [count, 2], and the sampling settings. Uses
+        NumPy, because JAX would compile each operation separately. Raises UserError for values that are not allowed."""
         seeds = [self.config.decode_sampling_seed] * count if seeds is None else seeds
         given = sampling_of(self.config) if sampling is None else sampling
         check_drawing(given, seeds)
-        repeated = [first + list(seeds[:i]).count(seed) for i, seed in enumerate(seeds)]  # equal seeds differ in this
+        repeated = [first + list(seeds[:i]).count(seed) for i, seed in enumerate(seeds)]  # sample numbers
         return np.stack([seeds, repeated], axis=1).astype(np.uint32), settings(given, count)
 
     def numbered(self, numbers: Sequence[int]) -> np.ndarray | None:
-        """Returns the adapters of sequences as an array; None if sequences cannot select adapters. Raises ValueError
-        for an adapter that does not exist."""
+        """Returns the adapter numbers of sequences as an array; None if sequences cannot select adapters. Raises
+        ValueError for an adapter that does not exist."""
         last = 0 if self.served.ranks is None else len(self.served.ranks) - 1
         if wrong := [number for number in numbers if not 0 <= number <= last]:
             raise ValueError(f"adapter={wrong[0]}: the engine has {last} adapters to choose from")

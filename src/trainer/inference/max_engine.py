@@ -1,4 +1,4 @@
-"""`MaxEngine`: an engine for the checkpoint that a configuration names, with MaxText's method names."""
+"""`MaxEngine`: an engine that is built from a configuration. Its methods have MaxText's names."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -41,11 +41,12 @@ class MaxEngine(Engine):
         Args:
           config: from `config.load`, resolved or not.
           devices: default: all of JAX's devices.
-          sequences: the number of slots needed. The engine has fewer slots than by default if that suffices.
+          sequences: the number of sequences to generate at once. If it is below the default number of slots, the engine
+            has only as many slots as these sequences need.
           adapters: adapters for the parameters of load_parameters_path, or paths of adapters (`weights.open_adapters`).
             With several, each sequence selects one or none (`Engine.prefill`).
-          controls: whether each sequence has its own options (`Asked`, see `Scheduler.submit`). If so, each sequence
-            selects its adapter even if there is only one.
+          controls: whether each sequence has separate options (`inference.controls.Asked`). If so, each sequence
+            selects its adapter even if there is only one adapter.
 
         Raises:
           UserError: the configuration does not fit the devices, or the model cannot generate text.
@@ -80,8 +81,9 @@ class MaxEngine(Engine):
         """Returns the model's weights, sharded over the devices: the argument `params` of the other methods.
 
         Args:
-          params: all weights (parameters and router biases) as one canonical nested dict (`joined`). None: they are
-            loaded from load_parameters_path or, if that key is empty, initialized with init_weights_seed.
+          params: all weights (parameters and router biases) as one canonical nested dict (`leaves.source.joined`).
+            None: the weights are loaded from load_parameters_path or, if that key is empty, initialized with
+            init_weights_seed.
           say: see `weights.load_parameters`.
           given: the keys that the user set; see `weights.load_parameters`.
           average: whether to load the parameter average of a run with ema_decay.
@@ -110,8 +112,8 @@ class MaxEngine(Engine):
         return self.hold(*parted(params, variables[1]), donate=donate)
 
     def _check_bits(self, path: str) -> None:
-        """With batch_invariant, raises UserError for settings that would change bits: adapters merged into the base, or
-        another loop over layers or dtype than in training."""
+        """With batch_invariant, raises UserError if results would not have the same bits as in training: the checkpoint
+        has adapters, which loading would merge into the base, or dtype or scan_layers differ from training."""
         if not self.config.batch_invariant:
             return
         if isinstance(open_source(path, self.config.decoder_block, verify=False), WithAdapters):
@@ -134,7 +136,7 @@ class MaxEngine(Engine):
         """Returns the tokenizer that tokenizer_path and tokenizer_type specify; by default, the checkpoint's tokenizer.
 
         Raises:
-          UserError: there is no tokenizer.
+          UserError: there is no tokenizer, or it has tokens that exceed vocab_size.
         """
         config = self.config
         path, settings = config.tokenizer_path, {"add_bos": config.add_bos, "add_eos": config.add_eos}

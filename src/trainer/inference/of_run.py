@@ -1,4 +1,4 @@
-"""Generation during training: an engine on the mesh of a `training.Run`, and the run's parameters for it."""
+"""Generation during training: makes an engine on the mesh of a `training.Run`, and the parameters for this engine."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,12 +17,14 @@ from trainer.models.stages import to_layers
 
 
 def engine_of_run(run: Any, slots: int, **own: Any) -> Engine:
-    """Returns an engine for the model of `run`. `slots` is rounded up to a multiple of the devices that share slots.
+    """Returns an engine for the model of `run`.
 
-    `own`: keys that override the run's configuration.
+    Args:
+      slots: the number of slots, which is rounded up to a multiple of the number of devices that share the slots.
+      own: keys that override the run's configuration.
 
     Raises:
-      UserError: the model cannot generate text, or not on this mesh.
+      UserError: the model cannot generate text, or the mesh does not allow batch_invariant.
     """
     config, mesh = run.config, run.mesh
     if not takes_cache(config):
@@ -38,8 +40,10 @@ def engine_of_run(run: Any, slots: int, **own: Any) -> Engine:
 
 
 def trained_variables(run: Any) -> Callable[[Any], tuple[Any, Any]]:
-    """Returns a function that maps the native train state of `run` to (params, rest) for evaluation: with
-    `ema_decay`, params are the averages; the layers are not divided into pipeline stages."""
+    """Returns a function that maps the native train state of `run` to the variables (params, rest) for evaluation.
+
+    With `ema_decay`, params are the averages. The layers are not divided into pipeline stages.
+    """
 
     def variables(state: Any) -> tuple[Any, Any]:
         params, rest = run.computation.trained(run.codec.unpack(state))

@@ -30,15 +30,17 @@ class PrefixCache:
         return self._size
 
     def get(self, tokens: np.ndarray, of: Hashable = (0, "")) -> tuple[Prefix | None, int]:
-        """Returns the cached prefix that shares the most leading tokens with `tokens`, and their number; or (None, 0).
+        """Returns the cached prefix that shares the most leading tokens with `tokens`, and the number of shared tokens;
+        (None, 0) if no prefix can be used.
 
-        The prefix is a copy, so it may be donated. The last token never counts as shared: it must run, because its
-        hidden state determines the next token. The prefix's entries after the shared tokens are overwritten before any
-        token attends to them. But in a ring cache these entries have already overwritten earlier ones, so a prefix
-        longer than the ring is used only if all its tokens are shared. State without a position axis counts as a ring
-        of length 0.
+        The prefix is a copy, so it may be donated. The last of `tokens` never counts as shared: it must run through the
+        model, because its hidden state determines the next token.
 
-        `of`: the adapter and the owner; only prefixes that were stored with an equal `of` are used.
+        The prefix may have cache entries after the shared tokens. They are overwritten before any token attends to
+        them. In a ring cache, however, they may have replaced entries of shared tokens, so a prefix longer than the
+        ring is used only if all its tokens are shared. State without a position axis counts as a ring of length 0.
+
+        `of`: the adapter and the owner of the request. Only prefixes that were stored with an equal `of` are used.
         """
         best, shared = None, 0
         for key, (known, prefix, _) in self._found.items():
@@ -55,7 +57,8 @@ class PrefixCache:
         return prefix._replace(sequences=prefix.sequences._replace(positions=np.full(1, shared, np.int32))), shared
 
     def put(self, tokens: np.ndarray, prefix: Prefix, of: Hashable = (0, "")) -> None:
-        """Stores `prefix`, the result of prefilling `tokens`. Drops the least recently used beyond the limit."""
+        """Stores `prefix`, the result of prefilling `tokens`. If the cache exceeds its limit, drops the least recently
+        used prefixes."""
         prefix = prefix._replace(sequences=prefix.sequences._replace(controls=None))
         key, size = (of, tokens.tobytes()), sum(array.nbytes for array in jax.tree.leaves(prefix))
         if key in self._found:

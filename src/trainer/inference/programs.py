@@ -30,8 +30,11 @@ from trainer.ops.losses import cross_entropy, tempered
 
 
 class Programs:
-    """The functions of an engine for the model of `served`, traced on its mesh. See `Engine` for the arguments.
-    `abstract_weights` describes the argument `params`, with a ShapeDtypeStruct and its sharding at each leaf."""
+    """The functions that an `Engine` compiles for the model of `served`. `Engine` documents their arguments.
+
+    The attribute `abstract_weights` describes the argument `params`: it has a ShapeDtypeStruct with a sharding at each
+    leaf.
+    """
 
     def __init__(self, served: Served):
         self.served, self.config = served, served.config
@@ -60,7 +63,7 @@ class Programs:
         params = self._canonical(params)
         ends = starts + lengths - 1
         indices = jnp.arange(tokens.size)[:, None]
-        rows = ((starts <= indices) & (indices <= ends)).argmax(axis=1)[None]  # 0 for padding, which is never written
+        rows = ((starts <= indices) & (indices <= ends)).argmax(axis=1)[None]  # padding gets row 0, but is not written
         cache = dataclasses.replace(self._no_cache(len(requests), tokens.size), rows=rows)
         of_tokens = None if adapters is None else adapters[rows]
         hidden, entries = self._hidden(params, tokens[None], positions[None], segments[None], cache, of_tokens)
@@ -83,7 +86,8 @@ class Programs:
         return DecodeState(entries, sequences), result
 
     def scored(self, params, tokens, lengths, targets):
-        """Scores `targets` [b, t], each as the successor of the token at its index in `tokens` [b, t]."""
+        """Returns, for each token of `targets` [b, t], its log-probability as the successor of the token at the same
+        index in `tokens` [b, t], and whether it is the most likely successor."""
         params = self._canonical(params)
         index = jnp.arange(tokens.shape[1])[None]
         real = index < lengths[:, None]
@@ -101,15 +105,19 @@ class Programs:
     def _hidden(
         self, params: Any, tokens: Any, positions: Any, segments: Any, cache: Cache, adapters: jax.Array | None
     ) -> tuple[Any, Any]:
-        """Returns the hidden states [b, t, e] and the new entries of the cache. `adapters`: int32 [b, t or 1]."""
+        """Returns the hidden states [b, t, e] and the new entries of the cache. `adapters`: the adapter of each token,
+        int32 [b, t], or of each row, int32 [b, 1]."""
         rows = jnp.arange(len(tokens))
         ranks = None if adapters is None else jnp.asarray(self.served.ranks)[adapters]
         hidden, _, cache = self.served.model.apply(*params, tokens, positions, segments, rows, cache=cache, ranks=ranks)
         return hidden, cache.entries
 
     def _together(self, x_b: jax.Array, parts: int = 1) -> jax.Array:
-        """Returns `x_b` [b, ...] as [b, 1, ...]. With `batch_invariant`, as [parts, t, ...], where t is a multiple of
-        QUERIES: a token's bits are the same in rows of any such length."""
+        """Returns `x_b` [b, ...] as rows of one token, [b, 1, ...].
+
+        With `batch_invariant`, returns padded rows [parts, t, ...] instead, where t is a multiple of QUERIES: for all
+        multiples, the result of a token has the same bits.
+        """
         if not self.config.batch_invariant:
             return x_b[:, None]
         x = x_b.reshape(parts, -1, *x_b.shape[1:])
@@ -120,7 +128,7 @@ class Programs:
         return x_bt[:, : count // len(x_bt)].reshape(count, *x_bt.shape[2:])
 
     def _result(self, params: Any, hidden_be: Any, sequences: Sequences, parts: int = 1) -> tuple[Sequences, Result]:
-        """Draws the next token of every sequence in use from its last hidden state."""
+        """Draws the next token of every sequence in use from the sequence's last hidden state."""
         count = len(hidden_be)
         rows = self._together(hidden_be, parts)
         logits = self._head(params, rows)
@@ -142,7 +150,7 @@ class Programs:
         return after, Result(tokens, sequences.used, after.lengths, log_probs, found)
 
     def _scores(self, logits: jax.Array, drawn: jax.Array, sequences: Sequences, parts: int) -> Scores:
-        """Returns the scores of the tokens `drawn`; zeros if no sequence requests scores."""
+        """Returns the scores of the drawn tokens, or zeros if no sequence requests scores."""
         count = len(drawn)
 
         def found() -> Scores:
@@ -156,7 +164,7 @@ class Programs:
         return self.served.model.apply(*params, hidden, method="head")[0]
 
     def _canonical(self, params: Any) -> Any:
-        """Returns `params` as canonical variables. Raises ValueError if their structure is another model's."""
+        """Returns `params` as canonical variables. Raises ValueError if their structure does not fit the model."""
         layouts: list[Any] = [self.abstract_weights, self.served.abstract_variables]
         given: Any = jax.tree.structure(params)
         fits = [given == jax.tree.structure(layout) for layout in layouts]
@@ -170,7 +178,8 @@ class Programs:
     def _begun(
         self, hidden_be: Any, last: Any, requests: Any, sampling: Sampling, adapters: Any, controls: Any, params: Any
     ) -> tuple[Sequences, Result]:
-        """Begins a sequence after each prompt, and draws its first token. `last`: the prompts' last positions."""
+        """Creates a sequence for each prompt and draws the sequence's first token. `hidden_be` and `last`: the hidden
+        states and the positions of the prompts' last tokens."""
         count, keys = len(requests), request_keys(requests)
         last = jnp.broadcast_to(last, count).astype(jnp.int32)
         zeros = jnp.zeros(count, jnp.int32)
@@ -182,7 +191,7 @@ class Programs:
         params = self._canonical(params)
         index = jnp.arange(tokens.size)[None]
         real = index < true_length
-        positions = jnp.where(real, before + index, 0)  # padding could lie beyond the last learned position
+        positions = jnp.where(real, before + index, 0)  # 0: padding could exceed the learned positions
         of_row = None if adapters is None else adapters[:1, None]
         hidden, entries = self._hidden(params, tokens[None], positions, real.astype(jnp.int32), cache, of_row)
         last = before + true_length - 1

@@ -1,4 +1,4 @@
-"""Prompts as rows for a prefill: padded to one of a few lengths, alone or several in one row."""
+"""Makes the rows for a prefill: each has one prompt or several prompts, and is padded to one of a few lengths."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -17,8 +17,8 @@ class Packed(NamedTuple):
       padded_tokens: int32 [t].
       decoder_positions: int32 [t]; the position of each token in its prompt.
       decoder_segment_ids: int32 [t]; positive and different for each prompt, 0 for padding.
-      start_pos: int32 [prompts] or longer; where each prompt begins in the row.
-      true_lengths: int32, like `start_pos`; the number of tokens of each prompt.
+      start_pos: int32 [prompts] or longer; the index in the row at which each prompt begins.
+      true_lengths: int32 [prompts] or longer; the number of tokens of each prompt.
       num_prompts: the number of prompts.
     """
 
@@ -31,8 +31,10 @@ class Packed(NamedTuple):
 
 
 class Rows:
-    """Makes rows of prompts with up to `longest` tokens, all below `vocab_size`. `buckets`: the possible row lengths:
-    powers of two, and `longest`."""
+    """Makes rows from prompts with up to `longest` tokens, whose ids are below `vocab_size`.
+
+    The attribute `buckets` lists the possible lengths of rows: powers of two, and `longest`, rounded up to `multiple`.
+    """
 
     def __init__(self, longest: int, vocab_size: int, multiple: int = 1, multiple_of_starts: int = 1):
         """`multiple`: buckets are multiples of this power of two. `multiple_of_starts`: prompts that share a row begin

@@ -18,10 +18,11 @@ from trainer.models.caches import takes_cache
 
 
 class SamplePrompt(NamedTuple):
-    """
+    """The prompt of a sample.
+
     Attributes:
       tokens: the prompt's tokens; [] if no sample is to be generated.
-      stop: the tokens that end its continuation.
+      stop: the tokens that end the prompt's continuation.
       taught: the tokens that end the training texts.
       asked: in a chat, the user's message; "" if `tokens` are a text to continue.
     """
@@ -35,7 +36,8 @@ class SamplePrompt(NamedTuple):
 def sample_prompt(
     config: Config, tokenizer: Tokenizer | None, say: Callable[[str], None], chat: Chat | None = None
 ) -> SamplePrompt:
-    """Returns the key `prompt` as tokens. `chat`: see `tokens_of`. Raises UserError if there are too many tokens."""
+    """Returns the prompt that the key `prompt` specifies. `chat`: see `inference.text.tokens_of`. Raises UserError if
+    the prompt has too many tokens."""
     eos = [] if tokenizer is None or tokenizer.eos is None else [tokenizer.eos]
     taught = chat.stop_tokens() if chat else eos
     if tokenizer is None or not config.prompt:

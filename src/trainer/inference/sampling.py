@@ -1,4 +1,4 @@
-"""Drawing the next token from logits, with settings and a random key for each row of a batch."""
+"""Draws the next token from logits, with settings and a random key for each row of a batch."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -19,7 +19,7 @@ CANDIDATES = 256
 
 
 class Sampling(NamedTuple):
-    """How rows draw tokens: scalars, or arrays [b] with the settings of each row.
+    """The settings for drawing tokens: scalars for all rows, or arrays [b] with one entry per row.
 
     First, only the `top_k` most likely tokens are kept. Then only the nucleus is kept: the smallest set of most likely
     tokens with a total probability of at least `nucleus_p` (Holtzman et al. 2020, arXiv:1904.09751). Both steps use
@@ -32,7 +32,7 @@ class Sampling(NamedTuple):
 
 
 def sampling_of(config: Config) -> Sampling:
-    """Returns the settings in the keys decode_sampling_*, checked by `capabilities.decoding_keys`."""
+    """Returns the settings that the keys decode_sampling_* specify. `capabilities.decoding_keys` checks these keys."""
     strategy = config.decode_sampling_strategy
     return Sampling(
         temperature=0.0 if strategy == "greedy" else config.decode_sampling_temperature,
@@ -42,7 +42,8 @@ def sampling_of(config: Config) -> Sampling:
 
 
 def check_drawing(sampling: Sampling, seeds: Sequence[int] = ()) -> None:
-    """Checks settings of one or several sequences, and seeds. Raises a UserError that names all invalid values."""
+    """Checks the settings of one or several sequences, and their seeds. Raises a UserError that names every invalid
+    setting, with one of its invalid values."""
     temperature, nucleus_p = (np.asarray(setting, np.float32) for setting in (sampling.temperature, sampling.nucleus_p))
     top_k, seed = np.asarray(sampling.top_k), np.asarray(seeds)
     checks = {
@@ -61,21 +62,22 @@ def check_drawing(sampling: Sampling, seeds: Sequence[int] = ()) -> None:
 
 
 def _integers(values: np.ndarray, most: int) -> np.ndarray:
-    """Returns which `values` are integers in [0, most]."""
+    """Returns for each of `values` whether it is an integer in [0, `most`]."""
     good = np.full(values.shape, not values.size or values.dtype.kind in "iu")
     return good & (values >= 0) & (values <= most)
 
 
 def sampling_key(seed: int | jax.Array, sample: int | jax.Array = 0) -> jax.Array:
-    """Returns the key of a request with `seed`, or of one of its samples.
+    """Returns the random key for sample number `sample` of a request with the seed `seed`.
 
-    The token at a position is drawn with this key folded with the position, so the token does not depend on other rows.
+    To draw the token at a position, `draw` folds the position into this key, so the token does not depend on other
+    rows.
     """
     return jax.random.fold_in(seed_key(seed, SAMPLING), sample)
 
 
 def request_keys(requests_b2: jax.Array) -> jax.Array:
-    """Returns the key data of requests, uint32 [b, 2]: the data of `sampling_key` for each (seed, sample)."""
+    """Returns the key data of `sampling_key` for each (seed, sample) of `requests_b2`: uint32 [b, 2]."""
     return jax.random.key_data(jax.vmap(lambda request: sampling_key(*request))(requests_b2))
 
 
@@ -85,10 +87,12 @@ def wrapped(data: jax.Array) -> jax.Array:
 
 
 def draw(logits_bv: jax.Array, sampling: Sampling, keys_b: jax.Array, position_b: jax.Array) -> jax.Array:
-    """Draws the token at `position_b` of each row: the one with the largest logit / temperature + Gumbel noise.
+    """Draws the token at position `position_b` of each row: of the tokens that `sampling` keeps, the one with the
+    largest logit / temperature + Gumbel noise. At temperature 0, returns the most likely token.
 
     A token's noise depends only on the key, the position and the token, so the result is the same whether all tokens or
-    only candidates are considered. The cost depends on the rows' settings: if all are greedy, no number is drawn.
+    only candidates are considered. The cost depends on the rows' settings: if all rows are greedy, no random number is
+    drawn.
 
     Args:
       logits_bv: [b, v].
@@ -100,13 +104,13 @@ def draw(logits_bv: jax.Array, sampling: Sampling, keys_b: jax.Array, position_b
     size = logits_bv.shape[-1]
     top_k = jnp.where(top_k < size, top_k, 0)
     drawn, limited = temperature > 0, (top_k > 0) | (nucleus_p < 1)
-    divisor = jnp.where(drawn, temperature, 1)[:, None]  # the same division for every row
+    divisor = jnp.where(drawn, temperature, 1)[:, None]  # 1 for greedy rows, whose quotients are not used
     greedy = _first_of_largest(logits_bv, jnp.arange(size))
 
-    # Each branch computes its values from the logits inside, so that other branches do not need memory for them.
+    # Each branch casts the logits itself, so that the other branches do not need memory for the result.
     def from_candidates(keys: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits = logits_bv.astype(jnp.float32)
-        # -0 must be as likely as 0, but top_k orders them.
+        # -0 must be as likely as 0, but jax.lax.top_k orders them, so -0 is replaced.
         ranked, candidates = jax.lax.top_k(jnp.where(logits == 0, 0, logits), min(CANDIDATES, size))
         kept, enough = _kept_of_candidates(ranked, logits, top_k, nucleus_p)
         noise = jax.vmap(gumbel_at)(keys, candidates)
@@ -132,13 +136,14 @@ def draw(logits_bv: jax.Array, sampling: Sampling, keys_b: jax.Array, position_b
     def without_limits() -> jax.Array:
         return jnp.where(drawn, from_all(fold_in(keys_b, position_b), logits_bv.astype(jnp.float32)), greedy)
 
-    # If no token is drawn, only one conditional runs, because a GPU waits for the host at every conditional.
+    # One switch selects the case, so only `from_either` needs a second conditional: a GPU waits for the host at each.
     which = jnp.where(drawn.any(), jnp.where((drawn & limited).any(), 2, 1), 0)
     return jax.lax.switch(which, (lambda: greedy, without_limits, from_either))
 
 
 def _first_of_largest(values_bn: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Returns the smallest of the tokens with the row's largest value: int32 [b]. `tokens`: [n] or [b, n]."""
+    """Returns the smallest id among the tokens with the row's largest value: int32 [b]. `tokens`: the token ids of the
+    values, [n] or [b, n]."""
     smaller = values_bn < values_bn.max(axis=-1, keepdims=True)  # nothing is smaller than NaN
     return jnp.where(smaller, INT32_MAX, tokens).min(axis=-1)
 
@@ -152,7 +157,7 @@ def _kept_of_candidates(
     kept = (top_k == 0) | (jnp.arange(ranked_bn.shape[-1]) < top_k)
     largest = ranked_bn.max(axis=-1, keepdims=True)  # with a slice of ranked_bn, XLA would sort the whole vocabulary
     weight = jnp.where(kept, jnp.exp(ranked_bn - largest), 0)
-    # The nucleus is computed within the top k, whose probabilities add up to 1.
+    # The nucleus is computed within the top k, whose probabilities are normalized to sum to 1.
     total = jnp.where(
         top_k == 0, jnp.exp(logits_bv - largest).sum(axis=-1, keepdims=True), weight.sum(axis=-1, keepdims=True)
     )
@@ -170,10 +175,11 @@ def _kept(logits_bv: jax.Array, top_k_b: jax.Array, nucleus_p_b: jax.Array) -> j
 
 
 def _leading(logits_bv: jax.Array, weight_bv: jax.Array, total_b: jax.Array) -> jax.Array:
-    """Returns the smallest set of most likely tokens whose weights add up to at least `total_b`, or all tokens: bool
-    [b, v]. Among equally likely tokens, the first ones take precedence.
+    """Returns whether each token is in the smallest set of most likely tokens whose weights add up to at least
+    `total_b`: bool [b, v]. If `total_b` is infinite, the set has all tokens. Among equally likely tokens, the first
+    ones take precedence.
 
-    The bits of the set's smallest logit are found one by one, because sorting takes ten times as long.
+    The smallest logit of the set is found bit by bit, because sorting takes ten times as long.
     """
     bits = jax.lax.bitcast_convert_type(logits_bv, jnp.uint32)
     rank = jnp.where(logits_bv < 0, ~bits, bits | jnp.uint32(2**31))  # integers in the same order as the logits

@@ -1,4 +1,4 @@
-"""Runs many requests on the slots of an engine, with a queue, and with prefills between decode steps."""
+"""Runs queued requests on the slots of an engine, with prefills between the decode steps."""
 
 import itertools
 from collections import deque
@@ -23,14 +23,14 @@ class Event(NamedTuple):
 
     Attributes:
       request: the number of the request.
-      token: the new token; None at a stop token and after `cancel`.
-      log_prob: the log-probability of the token or the stop token. None with return_log_prob=false; for an engine with
-        `Served.controls`, None unless requested.
+      token: the new token; None if a stop token was drawn or the request was cancelled.
+      log_prob: the log-probability of the new token or the stop token. With `Served.controls`, None unless the request
+        asks for log-probabilities; otherwise, None with return_log_prob=false.
       end: None while the request continues; STOP (a stop token was drawn), LENGTH (the request's limit, or
         max_target_length, was reached) or CANCELLED.
-      stopped: the stop token that was drawn.
+      stopped: the stop token that was drawn; None if none was.
       likeliest: if requested, the most likely tokens at the token's position, with their log-probabilities.
-      prompt: if requested, in the first event: the scores of all prompt tokens but the first.
+      prompt: if requested, the scores of all prompt tokens but the first. Only the request's first event has them.
     """
 
     request: int
@@ -64,14 +64,14 @@ class _Prompt:
     sample: int = 0
     asked: Asked = NOTHING
     owner: str = ""
-    done: int = 0  # the number of tokens that are prefilled
+    done: int = 0  # the number of prompt tokens in `prefix`
     prefix: Prefix | None = None
     scores: list[tuple[int, Scores]] = field(default_factory=list)  # for each chunk: its number of tokens, its scores
 
 
 @dataclass
 class _Step:
-    """A result that has not been read yet, and the requests of its tokens, by index."""
+    """A result that has not been read yet, and the request of each token, by the token's index in the result."""
 
     result: Result
     owners: dict[int, _Request] = field(default_factory=dict)
@@ -81,12 +81,14 @@ class _Step:
 class Scheduler:
     """Runs requests on the slots of `engine`.
 
-    Each turn prefills one prompt, or one chunk of it with use_chunked_prefill, if slots are free for its requests. Then
-    it runs a decode step. So a running request never waits for more than one chunk. The results of a decode step are
-    read after the next step has started, so that devices do not wait. If no request is running, a turn ends with the
-    prefill, and the prefill's token is read immediately: it does not wait for the compilation of decode steps.
+    Each turn prefills one prompt (with use_chunked_prefill, one chunk of a prompt) if slots are free for the prompt's
+    requests, and then runs a decode step. So a running request waits for at most one prefill between two decode steps.
+    The results of a decode step are read after the next step has started, so that devices do not wait for the host.
 
-    Any thread may call `submit`. Only one thread at a time may call other methods (`Service`).
+    If no request is running, the turn has no decode step, and the token of the prefill is read immediately. Thus the
+    first token does not wait for the compilation of decode steps.
+
+    Any thread may call `submit`. Only one thread at a time may call other methods (see `inference.service.Service`).
 
     Attributes:
       prefilled: the number of prompt tokens that were prefilled.
@@ -94,7 +96,8 @@ class Scheduler:
     """
 
     def __init__(self, engine: Engine, params: Any, *, fill: bool = False):
-        """`fill`: each turn prefills prompts for all free slots: faster if nobody waits for individual texts."""
+        """`fill`: whether each turn prefills prompts for all free slots, which increases the throughput, but delays
+        running requests."""
         self.engine, self.params, self._fill = engine, params, fill
         self._state = engine.init_decode_state()
         self._numbers = itertools.count()
@@ -144,18 +147,18 @@ class Scheduler:
 
         Args:
           tokens: the prompt.
-          limit: the maximum number of tokens to generate. Prompt and generated tokens together never exceed
+          limit: the maximum number of tokens to generate. The prompt and the generated tokens together never exceed
             max_target_length.
           stop: tokens that end the sequence and are not part of it.
           sampling, seed, adapter: see `Engine.prefill`.
           samples: the number of sequences that continue the prompt, which is prefilled once.
           sample: see `Engine.prefill`.
           asked: the request's options, for an engine with `Served.controls`.
-          owner: only this owner's cached prefixes are used.
+          owner: the owner of the requests, which use only cached prefixes of the same owner.
 
         Raises:
-          ValueError: the prompt is empty or too long, the limit is not positive, there is no such adapter, or there are
-            more samples than slots.
+          ValueError: the prompt is empty or too long, the limit is not positive, the adapter does not exist, `samples`
+            is not between 1 and the number of slots, or `asked` requires `Served.controls`.
           UserError: a token is not in the vocabulary, or a value of `sampling`, `seed` or `asked` is not allowed.
         """
         self.engine.padded(tokens)
@@ -222,13 +225,13 @@ class Scheduler:
         return waiting is not None and len(waiting.requests) <= len(self._free)
 
     def _prefill(self) -> None:
-        """Prefills the next part of a prompt. After the last part, each of its requests gets a slot."""
+        """Prefills the next part of a prompt. After the last part, each request of the prompt gets a slot."""
         prompt = self._prefilling or self._begin(self._queue.popleft())
         engine, left = self.engine, prompt.tokens[prompt.done :]
         chunked = engine.use_chunked_prefill
         part = left[: engine.prefill_chunk_size] if chunked else left
         scored = prompt.asked.prompt_log_probs
-        # Chunks of scored prompts are padded to full size, because scoring would need one more program per length.
+        # Chunks of scored prompts are padded to full size; otherwise scoring would need one more program per length.
         padded = engine.part(part, whole=scored) if chunked else engine.padded(part)
         targets = np.zeros_like(padded) if scored else None
         if targets is not None:
@@ -267,7 +270,7 @@ class Scheduler:
                 self._end(slot)
 
     def _begin(self, prompt: _Prompt) -> _Prompt:
-        """Returns `prompt` with its longest cached prefix."""
+        """Returns `prompt` with its longest cached prefix, if there is one."""
         if self._prefixes is not None and not prompt.asked.prompt_log_probs:
             prompt.prefix, prompt.done = self._prefixes.get(prompt.tokens, (prompt.adapter, prompt.owner))
             self.reused += prompt.done
@@ -302,7 +305,7 @@ class Scheduler:
 
     @staticmethod
     def _read_prompt(prompt: _Prompt) -> Scores:
-        """Returns the scores of all tokens of a prompt but the first, in NumPy."""
+        """Returns the scores of all tokens of a prompt but the first, as NumPy arrays."""
         read = [[x[:size] for x in jax.device_get(one)] for size, one in prompt.scores]
         whole = Scores(*map(np.concatenate, zip(*read, strict=True)))
         return Scores(*(each[:-1] for each in whole))

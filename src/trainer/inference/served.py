@@ -22,7 +22,8 @@ from trainer.models.families import axis_rules
 from trainer.sharding import Rules, hardware, make_mesh, named_sharding, on_mesh, spec
 from trainer.weights.adapters import Adapters
 
-# A row's tokens are not sharded here, because they are added one by one. Axes that shard tokens in training shard rows.
+# Generation does not shard the tokens of a row, because they are added one by one. Mesh axes that shard tokens in
+# training shard rows instead.
 _ROWS = "activation_batch"
 
 
@@ -34,7 +35,7 @@ class Served(NamedTuple):
       rules: the sharding rules for a batch of rows.
       slots: the number of sequences that are generated at once.
       ranks: bool [adapters + 1, ranks]; which ranks of the concatenated adapter belong to each adapter. The first row,
-        for no adapter, is all false (`inference.adapters`). None if the model has at most one adapter.
+        for no adapter, is all false (`inference.adapters`). None if sequences cannot select adapters.
       controls: whether each sequence has separate penalties, biases and log-probabilities (`inference.controls`).
     """
 
@@ -70,7 +71,8 @@ class Served(NamedTuple):
         return jax.tree.map(array, self.model.abstract, (self.model.param_axes, self.model.rest_axes))
 
     def on_mesh(self, fn: Callable[..., Any], *, one_row: bool = False) -> Callable[..., Any]:
-        """Wraps `fn` so that layers shard arrays over the mesh in its trace; with `one_row`, they do not shard rows."""
+        """Wraps `fn` so that layers shard arrays over the mesh while `fn` is traced. With `one_row`, they do not shard
+        rows."""
         return on_mesh(self.mesh, self._rules(one_row))(fn)
 
     def _rules(self, one_row: bool) -> Rules:
@@ -78,7 +80,7 @@ class Served(NamedTuple):
 
 
 def row_parts(mesh: Mesh, rules: Rules) -> int:
-    """Returns the number of devices of `mesh` over which concurrent sequences are sharded. `rules`: for training."""
+    """Returns the number of devices of `mesh` over which concurrent sequences are sharded. `rules`: see `Served`."""
     return math.prod(mesh.shape[axis] for axis in _row_axes(rules))
 
 
@@ -93,12 +95,15 @@ def serve(
     adapters: Sequence[Adapters] = (),
     controls: bool = False,
 ) -> Served:
-    """Returns the model of `config`, resolved or not, on `devices`. It has per_device_batch_size slots for each device,
-    or fewer if `sequences` slots are enough, rounded up to a multiple of the devices that share slots.
+    """Returns the model of `config` on `devices`.
+
+    It has per_device_batch_size slots for each device, or `sequences` slots if that is less. The number of slots is
+    rounded up to a multiple of the number of devices that share the slots.
 
     Args:
+      config: resolved or not.
       adapters: adapters for the model of `config`; with several, each sequence selects one.
-      controls: see `Served`. If true, each sequence selects its adapter even if there is only one.
+      controls: see `Served`. If true, each sequence selects its adapter even if there is only one adapter.
 
     Raises:
       UserError: the configuration does not fit the devices, the model cannot generate text, or the adapters cannot be
@@ -118,7 +123,7 @@ def serve(
             "prompt; generate "
             "with ici_fsdp_parallelism=1 ici_data_parallelism=-1"
         )
-    parts = row_parts(mesh, rules)  # more than in training, where several devices may share a row
+    parts = row_parts(mesh, rules)  # can be more than in training, where devices may share a row
     slots = round(config.per_device_batch_size * mesh.size)
     slots = math.ceil(min(slots, slots if sequences is None else sequences) / parts) * parts
     ranks = None
@@ -131,7 +136,8 @@ def for_decoding(config: Config, platform: str) -> Any:
     """Returns the resolved `config`, adapted to generating text on devices of `platform`: `decoding_loop` determines
     the loop over layers, and experts drop no token.
 
-    Dropping would depend on the other tokens of a row, but a sequence must not depend on its padding.
+    Whether an expert drops a token depends on the other tokens of the row, including padding, but the results of a
+    sequence must not depend on its padding.
     """
     own = {"sparse_matmul": True, "capacity_factor": -1.0} if drops(config) else {}
     if (scan := decoding_loop(config, platform)) != config.scan_layers:
@@ -140,17 +146,18 @@ def for_decoding(config: Config, platform: str) -> Any:
 
 
 def decoding_loop(config: Config, platform: str) -> bool:
-    """Returns whether prefill and decode steps roll the loop over layers. If they do, they read stacked weights;
-    otherwise each layer has separate arrays (`inference.weights`). docs/decisions/0027-weights-of-decoding.md has the
-    measurements."""
-    # On a TPU, a rolled loop copies the weights for the experts' kernel. With MLA, unrolling needs large temporaries.
+    """Returns whether prefill and decode steps roll the loop over layers. A rolled loop reads stacked weights; an
+    unrolled loop reads separate arrays for each layer (`inference.weights`).
+    docs/decisions/0027-weights-of-decoding.md has the measurements."""
+    # On a TPU, a rolled loop copies the weights for the experts' kernel, so the loop is unrolled, except with MLA,
+    # where unrolling needs large temporaries.
     copied = config.num_experts > 1 and config.attention_type != "mla"
     unrolled = platform == "cpu" or (platform == "tpu" and copied)
-    # With batch_invariant, bits must equal the training step's.
+    # With batch_invariant, results must have the same bits as in training, so the loop must be the same.
     return config.scan_layers and (config.batch_invariant or not unrolled)
 
 
 def longest_prompt(config: Config) -> int:
-    """Returns the maximum number of tokens of a prompt, which leaves room for at least one generated token."""
+    """Returns the maximum number of tokens of a prompt, such that at least one token can be generated."""
     longest, given = config.max_target_length - 1, config.max_prefill_predict_length
     return longest if given < 0 else min(longest, given)

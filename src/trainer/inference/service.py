@@ -13,7 +13,7 @@ from trainer.inference.scheduler import Event, Scheduler
 
 
 class Service:
-    """Runs `scheduler` in a thread. Any thread may call all methods; no method waits for a step.
+    """Runs `scheduler` in a thread. Any thread may call all methods. Only `stop` waits for a step.
 
     Args:
       deliver: receives the events of each turn, in the thread of the scheduler.
@@ -84,8 +84,11 @@ def warm_up(
     stopping: Callable[[], bool] = lambda: False,
     say: Callable[[str], object] = lambda line: None,
 ) -> bool:
-    """Compiles the programs of an idle scheduler with chunked prefill, by running a request for each. Returns whether
-    all were compiled: it returns early if `stopping()` is true. Reports each program and its time to `say`."""
+    """Compiles the programs of an idle scheduler with chunked prefill, by running a request for each program.
+
+    Returns whether all programs were compiled: it returns False as soon as `stopping()` is true. Reports each program
+    and the time of its request to `say`.
+    """
     needed = _needed(scheduler.engine)
     for number, (what, prompt, asked) in enumerate(needed, 1):
         began = time.perf_counter()
@@ -103,9 +106,10 @@ def _needed(engine: Engine) -> list[tuple[str, list[int], Asked]]:
     """Returns, for each program of `engine`, its purpose, and a prompt and options that require it."""
     chunk, longest = min(engine.prefill_chunk_size, engine.max_prefill_length), engine.max_prefill_length
     sizes, needed = sorted({min(size, chunk) for size in engine.rows.buckets}), []
-    for first, size in enumerate(sizes):  # each begins with a different token, so that no two share a prefix
+    for first, size in enumerate(sizes):  # prompts of different sizes begin with different tokens, so share no prefix
         needed.append((f"prompts of up to {size} tokens", [first] * size, NOTHING))
-        # `size` tokens after a complete chunk, or after one cached token, with which the previous prompt began.
+        # A prompt with `size` tokens after a complete chunk or, with prefix caching, after one cached token: the first
+        # token of the previous prompt.
         before = 1 if engine.config.enable_prefix_caching else chunk
         if before + size <= longest:
             prompt = [first] * before + [first + 1] * size

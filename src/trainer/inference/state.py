@@ -1,4 +1,4 @@
-"""The state of generated sequences: the arguments and results of prefill and decode steps; insertion into slots."""
+"""The arguments and results of prefill and decode steps, and the insertion of prefilled sequences into slots."""
 
 from typing import Any, NamedTuple
 
@@ -10,16 +10,18 @@ from trainer.inference.sampling import Sampling
 
 
 class Result(NamedTuple):
-    """The result of a step: a token for every slot; in a prefill, for every prompt or sample.
+    """The result of a decode step, with a token for every slot; or of a prefill, with a token for every sample of every
+    prompt. In a prefill, read "slots" below as the number of these samples.
 
     Attributes:
-      tokens: int32 [slots].
+      tokens: int32 [slots]; the new tokens.
       valid: bool [slots]; whether the slot is in use. If not, its token has no meaning.
       lengths: int32 [slots]; the number of generated tokens, including this one.
-      log_probs: float32 [slots], over all tokens and at temperature 1; with rollouts, at their temperature. None with
-        return_log_prob=false for an engine without `Served.controls`.
+      log_probs: float32 [slots]; the tokens' log-probabilities over the whole vocabulary, at temperature 1 or, for
+        rollouts, at the temperature of rollouts. None with return_log_prob=false for an engine without
+        `Served.controls`.
       scores: the tokens' scores, zeros if no sequence requests them; None for an engine without `Served.controls`.
-      prompt: the scores of `targets`, see `Engine.prefill`.
+      prompt: the scores of the argument `targets` of `Engine.prefill`; None without targets.
     """
 
     tokens: jax.Array
@@ -40,7 +42,8 @@ class Sequences(NamedTuple):
       used: bool; false for a slot without a sequence.
       keys: uint32 [sequences, 2]; the key of each sequence's random numbers (`sampling.sampling_key`).
       sampling: how each sequence draws its tokens.
-      adapters: int32; the number of each sequence's adapter, from 1; 0: no adapter. None if the model has at most one.
+      adapters: int32; the number of each sequence's adapter, counted from 1; 0: no adapter. None if sequences cannot
+        select adapters.
       controls: the options of each sequence; None for an engine without `Served.controls`.
     """
 
@@ -55,7 +58,8 @@ class Sequences(NamedTuple):
 
 
 class Prefix(NamedTuple):
-    """The result of a prefill: the cache and the sequence of each prompt. Samples of one prompt share its cache."""
+    """The result of a prefill: the cache of each prompt, and one or more sequences (samples) that continue the prompt.
+    Samples share their prompt's cache."""
 
     cache: Any
     sequences: Sequences

@@ -12,7 +12,7 @@ _INCOMPLETE = "\ufffd"  # the decoded form of bytes that do not form a complete 
 
 
 class Chat(Protocol):
-    """Converts a prompt to a conversation: for example `chat.encoder.Prompts`."""
+    """Converts a prompt to the tokens of a conversation. An implementation is `chat.encoder.Prompts`."""
 
     def tokens(self, prompt: str) -> list[int]:
         """Returns the tokens of the conversation up to the beginning of the assistant's turn."""
@@ -31,7 +31,7 @@ def tokens_of(
     say: Callable[[str], None],
     chat: Chat | None = None,
 ) -> list[int]:
-    """Returns `begin` and the tokens of `prompt`; with `chat`, the tokens of the conversation.
+    """Returns the tokens of `prompt`, preceded by the tokens `begin`; with `chat`, returns `chat.tokens` of the prompt.
 
     Raises:
       UserError: there are no tokens, or more than `longest`.
@@ -64,7 +64,8 @@ class TextStream:
         complete = self._text()
         if complete.endswith(_INCOMPLETE):
             return ""
-        # A token's text may depend on its predecessors, because a tokenizer removes a space at the beginning.
+        # Keep the last part as context: a token's text may depend on its predecessors, because decoding removes a space
+        # at the beginning of a text.
         self._first, self._told = self._told, len(self._tokens)
         return complete
 
@@ -73,7 +74,7 @@ class TextStream:
         return self._text()
 
     def is_cut(self) -> bool:
-        """Returns whether the text ends within a character, so that further bytes could complete it."""
+        """Returns whether the text ends within a character, so that further bytes could complete the character."""
         known = [token for token in self._tokens[self._told :] if token < self._tokenizer.vocab_size]
         decoder = codecs.getincrementaldecoder("utf-8")()
         try:

@@ -1,8 +1,8 @@
 """The layout of weights for decode steps.
 
-A decode step reads every weight once, so each product should read its weights in place. A rolled loop first copies a
-layer's weights out of the stacked arrays. If the loop is unrolled, each layer has separate arrays (`Layers`): the
-program stacks them for the model, the model slices them again, and XLA removes both operations.
+A decode step reads every weight once, so each product should read its weights in place. But a rolled loop over layers
+first copies a layer's weights out of the stacked arrays. If the loop is unrolled, each layer has separate arrays
+(`Layers`). The program stacks these arrays for the model, the model slices them again, and XLA removes both operations.
 docs/decisions/0027-weights-of-decoding.md has the reasons and the cost.
 """
 
@@ -20,8 +20,11 @@ from trainer.sharding import LAYERS
 
 
 def abstract_weights(served: Served) -> tuple[Any, Any]:
-    """Returns (params, rest) in the layout of the programs of `served`: canonical variables, with `Layers` in place of
-    stacked arrays unless the loop over layers is rolled. Each leaf is a ShapeDtypeStruct with a sharding."""
+    """Returns a description of the (params, rest) that the programs for `served` take.
+
+    They are canonical variables, with `Layers` in place of stacked arrays unless the loop over layers is rolled. Each
+    leaf is a ShapeDtypeStruct with a sharding.
+    """
 
     def held(it: jax.ShapeDtypeStruct, names: Sequence[str | None]) -> Any:
         if served.config.scan_layers or names[:1] != (LAYERS,):
@@ -34,7 +37,7 @@ def abstract_weights(served: Served) -> tuple[Any, Any]:
 
 
 def to_weights(variables: Any, served: Served, donate: bool) -> tuple[Any, Any]:
-    """Returns canonical variables in the form of `abstract_weights`, in its dtypes and shardings.
+    """Returns canonical variables in the form that `abstract_weights` describes, with the same dtypes and shardings.
 
     Leaves are converted one by one, so at most one leaf exists in both forms. NumPy arrays are split on the host.
 
@@ -63,7 +66,8 @@ def to_weights(variables: Any, served: Served, donate: bool) -> tuple[Any, Any]:
 
 
 def canonical(weights: Any) -> Any:
-    """Returns the canonical form of `weights`, variables (or a part of them) in the form of `abstract_weights`."""
+    """Returns `weights` in canonical form. `weights`: all variables, or a part of them, in the form that
+    `abstract_weights` describes."""
 
     def stacked(it: Any) -> Any:
         return jnp.stack(it.each) if isinstance(it, Layers) else it

@@ -1,6 +1,6 @@
-"""NNX modules. They take plain arguments, and give each axis a logical name.
+"""NNX modules. They take plain arguments instead of a configuration, and give each axis a logical name.
 
 `trainer.ops` explains the letters in shapes. `dtype` is the dtype of activations and matrix products, `weight_dtype` is
-the dtype of stored kernels and embedding tables; other parameters are float32 (`param.EXACT`). A dropout `key` of None
-means no dropout.
+the dtype of stored kernels and embedding tables; other parameters are float32 (`param.EXACT`). A dropout key
+(`Context.key`) of None means no dropout.
 """

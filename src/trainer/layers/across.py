@@ -1,9 +1,12 @@
 """Context parallelism: attention when the tokens of each row are split over devices (docs/guides/context.md).
 
+The strategies:
+
 all_gather: each device gathers all keys and values.
 ring: keys and values travel from device to device (`ops.ring`); no device ever stores all keys of a row.
 ulysses: an all-to-all gives each device some heads of whole rows (DeepSpeed-Ulysses, arXiv:2309.14509).
-usp: Ulysses over the last mesh axis that shards tokens, a ring over the other such axes (USP, arXiv:2405.07719).
+usp: Ulysses over the last mesh axis that shards tokens, and a ring over the other axes that shard tokens (USP,
+arXiv:2405.07719).
 """
 
 import functools
@@ -30,7 +33,11 @@ Arrays = tuple[jax.Array, jax.Array, jax.Array, Mask]  # queries, keys, values, 
 
 
 class Across(NamedTuple):
-    """How rows are split over devices. `strategy`: see the module. `order`: of tokens (`ops.order`); "": unchanged."""
+    """How attention runs if rows are split over devices.
+
+    `strategy`: see the module's docstring. `order`: how the tokens of a row are reordered (a strategy of `ops.order`);
+    "": they are not.
+    """
 
     strategy: str = "all_gather"
     order: str = ""
@@ -63,10 +70,11 @@ def attend(
     """Returns `op(*arrays, dropout, sinks=sinks)`, [b, t, h, d], for arrays that are split over devices.
 
     Args:
-      op: an op of `ops.attention`, with static parameters applied. With the strategy all_gather, it must accept keys
-        whose positions differ from the queries', or be a kernel with the parameter `among`, such as `ops.splash`.
-      ring: the parameters of `ring_attention`, which then replaces the op; None: the op is used.
-      kernel: whether the op is a kernel. JAX cannot check over which devices a kernel's result is replicated.
+      op: an op of `layers.attention.OPS`, with its static parameters bound. With the strategy all_gather, it must
+        accept keys whose positions differ from the queries', or be a kernel with the parameter `among`, such as
+        `ops.splash`.
+      ring: the parameters of `ring_attention`, if it replaces the op; None: the op is used.
+      kernel: whether the op is a kernel. If so, JAX cannot check over which devices the result is replicated.
     """
     whole = arrays[0].shape[2], arrays[1].shape[1]
     drawn = () if dropout is None else (dropout.key, dropout.row)
@@ -136,7 +144,7 @@ def _by_heads(
     run: Attend, axes: tuple[str, ...], arrays: Arrays, dropout: Dropout | None, sinks: jax.Array | None
 ) -> jax.Array:
     """Returns `run(...)` after an all-to-all over the mesh axes `axes`, which gives each device all tokens along these
-    axes and a share of the heads. If there are fewer key heads than shares, key heads are repeated."""
+    axes and a share of the heads. If the key heads cannot be divided equally, they are repeated."""
     if not axes:
         return run(*arrays, dropout, sinks=sinks)
     queries, keys, values, mask = arrays
@@ -156,7 +164,8 @@ def _by_heads(
 
 
 def _over(ring: Ring, axes: tuple[str, ...]) -> Ring:
-    # Gloo, which connects CPU processes, mixes up concurrent permutes, because it gives all of them the same tag.
+    # Send all arrays together over Gloo, which connects CPU processes: it mixes up concurrent permutes, because it
+    # gives all of them the same tag.
     return ring._replace(axes=axes, together=jax.process_count() > 1 and sharding.on_platform("cpu"))
 
 

@@ -16,11 +16,13 @@ from trainer.products.plain import EarlyReduction, Kernel, MakeProduct, make_pla
 
 
 class Adapted(nnx.Module):
-    """A `Product` with an adapter: the kernel of `inner` plus scale * a @ b, with parameters a [*i, r] and b [r, *o].
+    """A `Product` with an adapter: it multiplies by the kernel of `inner` plus scale * a @ b, where a [*i, r] and
+    b [r, *o] are parameters.
 
     Initially b is zero, and a is uniform in +-1 / sqrt(i), as in Hugging Face's PEFT.
 
-    Several adapters are stored as one, with their ranks concatenated: `context.ranks` selects the ranks of each row.
+    Several adapters are stored as one, with their ranks concatenated: `context.ranks` selects the ranks that each row
+    uses.
     """
 
     def __init__(
@@ -34,7 +36,7 @@ class Adapted(nnx.Module):
         rngs: nnx.Rngs,
         make: MakeProduct = make_plain,
     ):
-        """`dtype`: the dtype of a and b. `make`: makes the products with a and b. These products have no parameters."""
+        """`dtype`: the dtype of a and b. `make`: makes the products by a and b. These products have no parameters."""
         groups, first = kernel.names[: bool(kernel.groups)], bool(kernel.groups) + len(kernel.in_shape)
         lead, bound = (kernel.groups,) * len(groups), 1 / math.sqrt(math.prod(kernel.in_shape))
         a = jax.random.uniform(rngs.params(), (*lead, *kernel.in_shape, rank), dtype, -bound, bound)

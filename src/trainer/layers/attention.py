@@ -46,8 +46,9 @@ GATE = "gate_proj"  # the checkpoint name of the gate's projection, for `Family.
 class Scores(NamedTuple):
     """How a layer computes attention from queries, keys and values.
 
-    `op`: a name in OPS. `window`, `soft_cap`, `scale`: see `ops.attention`. `tiles`: for the op splash. `across`: how
-    rows are split over devices. `chunked`: `window` is the size of chunks (`Mask.in_chunks`).
+    `op`: a name in OPS. `window`, `soft_cap`, `scale`: see `ops.attention`. `tiles`: the tiles of the op splash.
+    `across`: how attention runs if rows are split over devices. `chunked`: whether `window` is the size of chunks
+    (`Mask.in_chunks`).
     """
 
     op: str
@@ -90,7 +91,7 @@ class Scores(NamedTuple):
             attended = run(*arrays, sinks)
         else:
             attended = attend(*arrays, drop, sinks=sinks)
-        # Kernels and the ring give their results checkpoint names themselves, like the other residuals.
+        # Kernels and the ring give checkpoint names to their results themselves, together with other residuals.
         return attended if kernel or in_blocks else checkpoint_name(attended, "context")
 
     @property
@@ -99,7 +100,8 @@ class Scores(NamedTuple):
         return 0 if self.op == "invariant" else self.window  # in a ring, the order of sums would vary
 
     def over_cache(self) -> "Scores":
-        """Returns settings for queries over a cache, with an op that allows keys and queries at different positions."""
+        """Returns these settings for queries that attend to a cache. The op allows keys and queries at different
+        positions."""
         return self if KERNELS[self.op].over_cache else self._replace(op="dot_product")
 
     def largest(self, queries: jax.Array, keys: jax.Array, mask: Mask, context: Context) -> jax.Array:
@@ -108,8 +110,8 @@ class Scores(NamedTuple):
         if split.is_split():
             ring = Ring((), self.window, scale=self.scale)
             return split.largest(queries, keys, mask, ring, context.sampled)
-        # With one tile for the whole row, XLA merges this product with that of dot_product, unless `sampled` puts it in
-        # a `cond`.
+        # With one tile for the whole row, XLA merges this product of queries and keys with the same product in the op
+        # dot_product, unless `context.sampled` puts it in a `cond`.
         block = queries.shape[1] if self.op == "dot_product" and context.sampled is None else BLOCK
         return max_logits(queries, keys, mask, window=self.window, scale=self.scale, block=block, when=context.sampled)
 
@@ -118,7 +120,7 @@ class Scores(NamedTuple):
 
 
 class KVCache(NamedTuple):
-    """Keys and values of the positions so far, each [b, s, k, d]; the entries of `layers.cache` for one layer."""
+    """Keys and values of the positions so far, each [b, s, k, d]: one layer's cache entries (`layers.cache`)."""
 
     key: jax.Array
     value: jax.Array
@@ -128,8 +130,8 @@ class Attention(nnx.Module):
     """Multi-head self-attention. The factor 1 / sqrt(head_dim) is applied to the scores and is not part of the weights.
 
     Args:
-      rope: None for no rotation.
-      op: a name in OPS. `tiles`: for the op splash.
+      rope: the rotary position embedding; None for no rotation.
+      op: a name in OPS. `tiles`: the tiles of the op splash.
       window, soft_cap: see `ops.attention`; 0 for none. `chunked`: whether `window` is a chunk size
         (`ops.attention.Mask.in_chunks`).
       scale: the factor on the scores; None for 1 / sqrt(head_dim).
@@ -140,7 +142,7 @@ class Attention(nnx.Module):
       qk_norm_over_heads: one norm over all heads of a token's queries, and one over all heads of the token's keys
         (OLMo 2, arXiv:2501.00656), instead of one norm per head.
       qk_norm_rotated: epsilon of a norm without parameters of each head's queries and keys, after RoPE; None for none.
-      gated: whether the result of each head is multiplied by the sigmoid of a projection of the input, `gating`.
+      gated: whether the result of each head is multiplied by the sigmoid of `gating`, a projection of the input.
       bias: whether all projections have a bias, or the names of the projections with a bias.
       fused: whether one matrix `qkv_proj` computes queries, keys and values; requires heads == kv_heads.
 
@@ -214,8 +216,8 @@ class Attention(nnx.Module):
     def logit_factors(self, eta_h: jax.Array) -> dict[str, jax.Array]:
         """See `layers.clip.Clipped`.
 
-        If heads share a key, the key is scaled by the square root of the smallest factor of these heads, and each query
-        by the rest of that head's factor. The square root of one head's factor would be wrong for the other heads.
+        The factors of a head's query and key multiply to the head's factor. If heads share a key, the key's factor is
+        the square root of the smallest factor of these heads.
 
         Raises:
           UserError: scaling weights does not scale logits, because queries and keys are normalized or a cap applies.
@@ -234,7 +236,7 @@ class Attention(nnx.Module):
         return {"query": (eta_kg / key_k1).reshape(-1, 1), "key": key_k1}
 
     def init_cache(self, rows: int, length: int) -> KVCache:
-        """Returns an empty cache for `rows` rows of up to `length` positions; with a window, a ring of its size."""
+        """Returns an empty cache for `rows` rows of up to `length` positions; with a window, a ring of that length."""
         size = min(length, self.scores.ring) if self.scores.ring else length
         empty = jnp.zeros((rows, size, self.kv_heads, self.head_dim), self.dtype)
         return KVCache(empty, empty)
@@ -267,8 +269,8 @@ class Attention(nnx.Module):
     def __call__(self, x_bte: jax.Array, cache: Cache | None, context: Context) -> tuple[jax.Array, Cache | None]:
         """Computes causal attention within each segment: [b, t, e]. Also returns the cache with these positions added.
 
-        With a cache, each row is one segment. The row's keys and values are written to the cache at their positions. If
-        the cache is `filled`, queries attend to all positions up to the query's position.
+        With a cache, each row is one segment, unless `Cache.rows` is given. Keys and values are written to the cache at
+        their positions. If the cache is `filled`, each query attends to all cached positions up to its position.
         """
         position_bt = context.positions
         x_bte = sharding.constrain(x_bte, INPUT)

@@ -4,12 +4,12 @@
 whose first axis is the rows). A stack stores the caches of all its layers, stacked on axis 0 or as `Layers`, and gives
 each block a view. A write changes only the written entries, so a loop over tokens updates the caches in place.
 
-The entry of position p has index p mod length. Attention with a window needs only a cache as long as the window, used
-as a ring buffer.
+The entry of position p has index p mod length, so attention with a window can use a cache that is only as long as the
+window: a ring buffer.
 
-`models.caches` may choose to store an array in quantized form, as `Scaled`. Blocks need not know: this file quantizes
-writes and dequantizes reads. Tokens attend even to the entries of the current call in quantized form, so results do not
-depend on how a prompt was divided into calls.
+`models.caches` may choose to store an array in quantized form, as `Scaled`. Blocks are not affected: this module
+quantizes on writes and dequantizes on reads. Tokens attend to the quantized form even of entries from the current call,
+so results do not depend on how a prompt was divided into calls.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from trainer.products.context import Context
 _NOWHERE = -1  # the segment of an entry without a token
 
 
-class Layers(NamedTuple):  # JAX flattens a NamedTuple without calling Python
+class Layers(NamedTuple):  # a NamedTuple, because JAX flattens it without calling Python
     """Unstacked data of a stack's layers, for an unrolled loop: `each` has one pytree per layer."""
 
     each: Sequence[Any]
@@ -36,14 +36,14 @@ class Layers(NamedTuple):  # JAX flattens a NamedTuple without calling Python
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Cache:
-    """One layer's view of the caches of a stack; or the caches of all stacks, with `layer` None.
+    """One layer's view of the caches of a stack; or, if `layer` is None, the caches of all stacks.
 
     Attributes:
       entries: a stack's entries [layers, b, ...], each an array or a `Scaled`; or the entries of all stacks, by name.
-        An unrolled loop stores them as `Layers` of arrays [1, b, ...].
+        An unrolled loop stores a stack's entries as `Layers` of arrays [1, b, ...].
       layer: the index of the layer to which this view belongs.
-      rows: int [b, t], the cache row to which each token is written, if rows of tokens are packed. None: each row of
-        tokens is one segment with a separate cache row.
+      rows: int [b, t], the cache row to which each token is written, if a row of tokens contains several prompts. None:
+        each row of tokens is one segment with a separate cache row.
       apart: if not 0, each of the first `apart` tokens of a row is a separate sequence, and the others are padding. All
         layers except attention then process one long row instead of `apart` rows of one token.
       filled: whether the cache contains earlier positions. If not, tokens attend only to tokens of the current call, so
@@ -82,7 +82,8 @@ class Cache:
     def write(self, entries: Any, context: Context) -> "Cache":
         """Returns the cache with `entries` [b, t, ...] written to the indices of the tokens of `context`.
 
-        Padding (segment 0) is not written. If a row has more tokens than the cache has positions, only the last fit.
+        Padding (segment 0) is not written. If a row has more tokens than the cache has positions, only as many
+        of the row's last tokens are written as fit.
         """
         return self._written(self._held(entries), context)
 
@@ -103,7 +104,7 @@ class Cache:
                 real = jnp.where(kept, position_bt, -1)
                 last = jax.ops.segment_max(real.ravel(), row_bt.ravel(), num_segments=rows)
                 kept &= position_bt > last[row_bt] - length
-            index_bt = jnp.where(kept, position_bt % length, length)  # an index past the end is dropped
+            index_bt = jnp.where(kept, position_bt % length, length)  # a write past the end is dropped
             return array.at[self.layer, row_bt, index_bt].set(new, mode="drop")
 
         return dataclasses.replace(self, entries=jax.tree.map(update, self.entries, held))
@@ -111,7 +112,8 @@ class Cache:
     def extend(self, entries: Any, context: Context, window: int = 0) -> tuple["Cache", Any, Mask]:
         """Adds the `entries` [b, t, ...] of the tokens of `context`, a contiguous part of a sequence in each row.
 
-        `window`: the attention's window; 0 for none. The cache must be as long as the window or the sequence.
+        `window`: the attention's window; 0 for none. The cache must be at least as long as the window or
+        the whole sequence.
 
         Returns:
           The cache; the entries [b, s, ...] that the tokens can attend to; and the mask. If the cache is filled, these
@@ -128,7 +130,7 @@ class Cache:
         assert self.rows is None, "a filled cache has a row for each row of tokens"
         real = context.segments != 0
         if window and context.positions.shape[1] > 1:
-            # Later tokens may overwrite entries that earlier ones attend to.
+            # Read before the write: later tokens may overwrite entries to which earlier tokens of this call attend.
             before = self.read()
             first = jnp.where(real, context.positions, jnp.iinfo(jnp.int32).max).min(axis=1)
             earlier = _over_cache(context, first - 1, _length(before))
@@ -153,7 +155,7 @@ class Cache:
 
 
 def own_mask(context: Context) -> Mask:
-    """Returns the mask for the tokens of `context` attending to each other."""
+    """Returns the mask for attention among the tokens of `context`."""
     return Mask(context.positions, context.positions, context.segments, context.segments, context.documents)
 
 

@@ -16,9 +16,10 @@ class Clipped(Protocol):
     heads: int  # the number of heads whose logits the layer sows
 
     def logit_factors(self, eta_h: jax.Array) -> dict[str, Any]:
-        """Returns factors of the layer's parameters that scale the logits of head h by eta_h, float32 [heads], <= 1.
+        """Returns factors for the layer's parameters, which together multiply the logits of head h by `eta_h[h]`.
 
-        The result is a nested dict with names of the layer's parameters. A factor applies to all parameters below its
-        name, such as kernel and bias. The factor's axes align with the parameter's last axes and have the same length
-        or length 1. This method may read only the shapes of the layer's arrays, which may have leading layer axes.
+        `eta_h` is float32 [heads], at most 1. The result is a nested dict with names of the layer's parameters. A
+        factor applies to all parameters below its name, such as kernel and bias. The factor's axes align with the
+        parameter's last axes and have the same length or length 1. This method may read only the shapes of the layer's
+        arrays, which may have leading layer axes.
         """

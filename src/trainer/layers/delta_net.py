@@ -22,16 +22,16 @@ KEYS = sharding.Axes((*ROWS, "activation_kv_heads", None))
 VALUES = sharding.Axes((*ROWS, "activation_heads", None))
 PER_HEAD = sharding.Axes((*ROWS, "activation_heads"))
 _MEMORY = sharding.Axes(("activation_batch", "activation_heads", None, None))
-_EPSILON = 1e-6  # of the norm of queries and keys, as in the published models
-# The layer's products with weights, in addition to those of attention.
+_EPSILON = 1e-6  # the epsilon for scaling queries and keys to unit norm, as in the published models
+# The checkpoint names of this layer's matrix products, in addition to the names in `layers.attention`.
 PROJECTIONS = (GATE, "decay_proj", "beta_proj")
 
 
 class DeltaCache(NamedTuple):
-    """The state after the tokens so far, of a fixed size: the entries of `layers.cache` for one layer.
+    """The state after the tokens so far, which has a fixed size: one layer's cache entries (`layers.cache`).
 
     `memory`: float32 [b, heads, k, v], see `ops.delta_rule`. `query`, `key`, `value`: the last inputs of the
-    convolutions, [b, w - 1, heads, d].
+    convolutions over w tokens, [b, w - 1, heads, d].
     """
 
     memory: jax.Array
@@ -57,12 +57,12 @@ class GatedDeltaNet(nnx.Module):
 
     Queries, keys and values are projections of the input, convolved over the last tokens. Queries and keys are scaled
     to unit norm. Consecutive value heads share the query and key of one key head. The results of each value head are
-    normalized, multiplied by SiLU of a gate, and projected to the width. For beta and decay of each head see
-    `ops.delta_rule`:
+    normalized, multiplied by SiLU of a gate, and projected to the width of the input. `ops.delta_rule` explains how
+    beta and decay of each head change the memory. They are computed as follows:
 
         beta = sigmoid(beta projection);  decay = -exp(A_log) softplus(decay projection + dt_bias)
 
-    A_log, dt_bias and the scale of the norm are float32, and the rule is computed in float32.
+    A_log, dt_bias and the scale of the norm are float32, and the delta rule is computed in float32.
 
     Args:
       conv: the number of tokens that a convolution spans.
@@ -123,8 +123,7 @@ class GatedDeltaNet(nnx.Module):
         return DeltaCache(_MEMORY, keys, keys, values)  # type: ignore[arg-type]  # axes, not arrays
 
     def __call__(self, x_bte: jax.Array, cache: Cache | None, context: Context) -> tuple[jax.Array, Cache | None]:
-        """[b, t, e] -> [b, t, e]. Also returns the cache with the state after the last token of each row; if the tokens
-        of several cache rows are packed in one row, after the last token of each."""
+        """[b, t, e] -> [b, t, e]. Also returns the cache with the state after the last token of each cache row."""
         x_bte = sharding.constrain(x_bte, INPUT)
         context = context._replace(positions=sharding.constrain(context.positions, ROWS))
         projected = {
@@ -162,7 +161,7 @@ class GatedDeltaNet(nnx.Module):
     def _rule(
         self, queries: jax.Array, keys: jax.Array, values: jax.Array, *rest: Any, at_br: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
-        """See `ops.delta_rule`. The heads of queries and keys are repeated for the value heads."""
+        """Applies `ops.delta_rule`, with the heads of queries and keys repeated to match the value heads."""
         share = self.value_heads // self.key_heads
         queries, keys = (sharding.constrain(jnp.repeat(_unit(x), share, axis=2), VALUES) for x in (queries, keys))
         return gated_delta_rule(queries * self.key_dim**-0.5, keys, values, *rest, chunk=self.chunk, at_br=at_br)
@@ -170,8 +169,10 @@ class GatedDeltaNet(nnx.Module):
     def _last_inputs(
         self, name: str, x_bthd: jax.Array, before: DeltaCache | None, document_bt: jax.Array, at_br: Any
     ) -> jax.Array:
-        """Returns the last inputs of a convolution up to each token of `at_br`, [b, r, w - 1, heads, d]; zeros before
-        the start of a document."""
+        """Returns the last w - 1 inputs of a convolution up to each token: [b, r, w - 1, heads, d].
+
+        `at_br`: the indices of these tokens in their rows. Inputs from before the token's document are zeros.
+        """
         given = with_before(x_bthd, self.width, None if before is None else getattr(before, name))
         numbers = jnp.pad(document_bt, ((0, 0), (self.width - 1, 0)))
 
@@ -190,8 +191,8 @@ def _unit(x: jax.Array) -> jax.Array:
 
 
 def _last_tokens(cache: Cache, context: Context) -> jax.Array:
-    """Returns the index of the last token of each cache row in its row of tokens, -1 if there is none: int [b, 1], or
-    [1, cache rows] if the tokens of several cache rows are packed in one row."""
+    """Returns, for each cache row, the index of its last token in the row of tokens, or -1 if it has no token: int
+    [b, 1], or [1, cache rows] if the tokens of several cache rows are packed in one row."""
     index, real = jnp.arange(context.segments.shape[1]), context.segments != 0
     if cache.rows is None:
         return jnp.where(real, index, -1).max(axis=1)[:, None]

@@ -18,8 +18,8 @@ from trainer.products.context import Context
 from trainer.products.plain import EarlyReduction, Kernel, Product, product, stored
 
 ROWS = sharding.Axes(("activation_batch", "activation_length"))
-# INPUT: the axes of the input of a layer with matrices. RESIDUAL: the axes between layers, where a row's tokens can be
-# sharded over further mesh axes.
+# INPUT: the axes of the input of a layer with matrices. RESIDUAL: the axes of the activations between layers, where a
+# row's tokens can be sharded over further mesh axes.
 INPUT = sharding.Axes((*ROWS, "activation_embed"))
 RESIDUAL = sharding.Axes(("activation_batch", "activation_norm_length", "activation_embed"))
 

@@ -24,8 +24,9 @@ def cast_in_loop(block: Any, index: jax.Array, dtype: jnp.dtype) -> Any:
 
     If a loop over stacked float32 weights casts them to bfloat16, XLA's TPU compiler hoists the casts of all layers out
     of the loop, keeps the results for the whole step, and transposes the float32 weights to the layout that the
-    products in the loop prefer. Here the cast value depends on the loop's `index`, so the cast stays in the loop, and
-    the layout is fixed to row-major. Multiplication by one is exact, so no bit changes.
+    products in the loop prefer. This function multiplies the weights by a one that is computed from the loop's `index`,
+    so the cast depends on the index and stays in the loop. Multiplication by one is exact, so no bit changes. The
+    function also fixes the layout to row-major.
     """
     one = jnp.where(index < 0, 0.0, 1.0)
 
@@ -43,7 +44,7 @@ class Loop(NamedTuple):
     Attributes:
       stack: the stack.
       first: the number of the stack's first layer in the model, int or an array [].
-      context: layer i of the model gets `context.at(i)`.
+      context: the context of all layers; layer i of the model gets `context.at(i)`.
       types: the sown types to capture.
       cache: a template for the layers' caches (`layers.cache`); its `entries` and `layer` are replaced.
       by_layer: whether the cache entries are `Layers`.
@@ -108,9 +109,10 @@ def run_loop(
       variables: the stacked variables, as two lists with one entry per block of the pattern: parameters, and all other
         variables.
       x: the first block's input.
-      entries: the stacked cache of each block of the pattern, or None. `Layers` if `loop.by_layer` and not `scan`.
+      entries: for each block of the pattern, its stacked cache (as `Layers` if `loop.by_layer` and not `scan`) or None.
       scan: whether to roll the loop or to unroll it.
-      remat: the policy for what each layer saves for its backward pass (`layers.remat.make_policy`); None: everything.
+      remat: the policy for what each layer saves for its backward pass (`layers.remat.make_policy`); None: it saves
+        everything.
       cast_inside: whether a rolled loop casts its weights inside (`cast_in_loop`).
 
     Returns:
@@ -159,7 +161,7 @@ def run_layer(
     types: tuple[type[nnx.Variable], ...],
     remat: Policy | None,
 ) -> tuple[jax.Array, Sown]:
-    """Applies a layer outside of the stacks. Returns x and its sown values. The layer has no cache.
+    """Applies a layer outside of the stacks, without a cache. Returns the layer's output and its sown values.
 
     `call(variables, x, cache, context) -> (x, cache), sown` runs the layer. `context`: the layer's context. `remat`:
     see `run_loop`.

@@ -29,7 +29,7 @@ CACHED = sharding.Axes((*KEY_ROWS, None))
 
 
 class LatentCache(NamedTuple):
-    """Latents and keys of the positions so far; the entries of `layers.cache` for one layer."""
+    """Latents and keys of the positions so far: one layer's cache entries (`layers.cache`)."""
 
     latent: jax.Array  # [b, s, r], normalized
     key: jax.Array  # [b, s, d], the rotated part, which all heads share
@@ -38,10 +38,11 @@ class LatentCache(NamedTuple):
 class LatentAttention(nnx.Module):
     """Self-attention whose keys and values are projections of one narrow latent per token.
 
-    The first `nope` entries of a head's query and key are not rotated. The last `rope` entries are rotated, and this
-    part of the key is the same for all heads. Scores are scaled by 1 / sqrt(nope + rope) and, with YaRN, by
-    `ops.rope.score_scale`. A cache stores the latents and the rotated keys. Queries over a cache are projected to the
-    width of the latents ("absorbed" projections), so that cached keys and values need not be expanded to heads.
+    Below, nope, rope and value are the arguments nope_dim, rope_dim and value_dim. The first nope entries of a head's
+    query and key are not rotated. The last rope entries are rotated, and this part of the key is the same for all
+    heads. Scores are scaled by 1 / sqrt(nope + rope) and, with YaRN, by `ops.rope.score_scale`. A cache stores the
+    latents and the rotated keys. Queries that attend to a cache are projected to the width of the latents ("absorbed"
+    projections), so that cached keys and values need not be expanded to heads.
 
     Parameters, with MaxText's names: query [width, heads, nope + rope], or wq_a [width, q_rank], q_norm and wq_b
     [q_rank, heads, nope + rope]; wkv_a [width, kv_rank + rope], kv_norm, wkv_b [kv_rank, heads, nope + value];
@@ -97,8 +98,9 @@ class LatentAttention(nnx.Module):
     def logit_factors(self, eta_h: jax.Array) -> dict[str, jax.Array]:
         """See `layers.clip.Clipped`.
 
-        The unrotated parts of a head's query and key share the head's factor equally. In the rotated part, the query
-        gets the whole factor, because all heads share the key (Kimi K2, arXiv:2507.20534, section 2.1).
+        The unrotated parts of a head's query and key each get the square root of the head's factor. In the rotated
+        part, the query gets the whole factor, because all heads share this part of the key (Kimi K2, arXiv:2507.20534,
+        section 2.1).
 
         Raises:
           UserError: the logits are capped, so scaling weights does not scale them.
@@ -113,7 +115,7 @@ class LatentAttention(nnx.Module):
         return {"wq_b" if self.q_rank else "query": query, "wkv_b": key}
 
     def init_cache(self, rows: int, length: int) -> LatentCache:
-        """Returns an empty cache for `rows` rows of up to `length` positions; with a window, a ring of its size."""
+        """Returns an empty cache for `rows` rows of up to `length` positions; with a window, a ring of that length."""
         dtype, ring = self.wkv_a.dtype, self.scores.ring
         size = min(length, ring) if ring else length
         return LatentCache(*(jnp.zeros((rows, size, width), dtype) for width in (self.kv_rank, self.rope_dim)))

@@ -24,7 +24,7 @@ from trainer.products.plain import Kernel, grouped_product, in_dtype, stored
 IN, OUT = sharding.Axes(("exp", "embed_moe", "mlp")), sharding.Axes(("exp", "mlp", "embed_moe"))
 LOGITS = sharding.Axes((*ROWS, None))
 # Inside `shard_mapped`, a device has complete rows, some of the experts, and a share of these experts' hidden units.
-# The result is the sum of the devices' partial results.
+# The layer's result is the sum of the devices' partial results.
 _TOKENS, _PER_TOKEN, _PER_ROW = LOGITS, ROWS, sharding.Axes(("activation_batch",))
 _SHARES = {"exp": "exp", "mlp": "activation_mlp"}  # other axes of matrices are not sharded
 _BIAS = sharding.Axes((None,))
@@ -35,7 +35,7 @@ _PARTS = sharding.Axes(("activation_mlp", *LOGITS))
 
 class MoE(WithMatrices):
     """The weighted sum of the results of each token's chosen experts (Shazeer et al. 2017, arXiv:1701.06538). An expert
-    is a gated MLP: one projection per activation; their activated results are multiplied and projected back.
+    is a gated MLP: it has one projection per activation, and multiplies the activated results and projects them back.
 
     The router is computed in float32. The experts' matrices are stacked: wi_0 and wi_1 [experts, width, hidden], wo
     [experts, hidden, width]. They are initialized as in `Dense`.
@@ -43,14 +43,17 @@ class MoE(WithMatrices):
     With `bias`, the router has the parameter gate/bias [experts], and each matrix of the experts has an output bias:
     wi_0_bias, wi_1_bias and wo_bias [experts, outputs]. They are float32 and initially 0.
 
-    With `routed_bias`, the router has a bias per expert, gate/bias, float32 and initially 0, which `score` adds to the
-    scores when it selects experts. It is a buffer without a gradient; an update rule changes it (`optim.router_bias`).
+    With `routed_bias`, the router has a bias per expert, gate/bias, float32 and initially 0. The function `score` adds
+    this bias to the scores when it selects experts. The bias is a buffer without a gradient; an update rule changes it
+    (`optim.router_bias`).
 
-    This layer sows, over all tokens except padding,
+    This layer sows
     - as RouterLoss: `load_balance` and `z`, sums of `ops.routing.load_balance` and `ops.routing.squared_log_z`;
     - as RouterCount: `tokens_per_expert`, int32 [experts]; `tokens`, int32; `entropy`, summed over tokens, in nats;
       `dropped`, int32, the number of choices that were dropped (`ops.experts.within_capacity`);
-    - as Activation, for all tokens: `expert_logits` and `expert_weights`, [b, t, experts], 0 for experts not chosen.
+    - as Activation: `expert_logits` and `expert_weights`, [b, t, experts]; experts that are not chosen have weight 0.
+
+    RouterLoss and RouterCount exclude padding; Activation includes it.
     """
 
     def __init__(
@@ -74,11 +77,17 @@ class MoE(WithMatrices):
         combine: Combine | None = None,
         rngs: nnx.Rngs,
     ):
-        """`chosen`: the number of experts per token. `sparse`: use grouped products, which drop no token. If false:
-        with a positive `capacity_factor`, each expert drops tokens beyond its capacity; otherwise, every expert
-        processes every token. `buffer`: see `ops.exchange.round_size`. `by_sigmoid`: scores are sigmoids, which the
-        load-balance loss and the entropy normalize to sum to 1. `weighs_inputs`: the weights of experts multiply the
-        experts' inputs instead of the results. `combine`: see `MLP`."""
+        """
+        Args:
+          chosen: the number of experts per token.
+          score: chooses each token's experts and their weights (`ops.routing.Score`).
+          sparse: whether to use grouped products, which drop no token. If false: with a positive `capacity_factor`,
+            each expert drops tokens beyond its capacity; otherwise, every expert processes every token.
+          buffer: see `ops.exchange.round_size`.
+          by_sigmoid: whether scores are sigmoids, which the load-balance loss and the entropy normalize to sum to 1.
+          weighs_inputs: whether the weights of experts multiply the experts' inputs instead of the results.
+          combine: see `MLP`.
+        """
         self.combine = combine
         self.experts, self.chosen, self.score = experts, chosen, score
         assert not (bias and routed_bias)
@@ -225,7 +234,7 @@ class MoE(WithMatrices):
 
 
 class _Products(nnx.Module):
-    """The products of experts, by matrix name."""
+    """The products by the experts' matrices, by matrix name."""
 
     def __init__(self, names: Sequence[str]):
         self.names = tuple(names)
@@ -283,8 +292,8 @@ class SharedMoE(nnx.Module):
 
 
 class GatedSharedMoE(nnx.Module):
-    """A mixture of experts plus a shared expert, whose result is multiplied by the sigmoid of a projection of the input
-    to one number (Qwen2-MoE, arXiv:2407.10671)."""
+    """A mixture of experts plus a shared expert (Qwen2-MoE, arXiv:2407.10671). The result of the shared expert is
+    multiplied by the sigmoid of a projection of the input to one number."""
 
     def __init__(self, routed: MoE, shared: MLP, gate: Dense):
         self.routed_experts, self.shared_expert, self.shared_expert_gate = routed, shared, gate  # MaxText's names

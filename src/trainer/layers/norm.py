@@ -10,8 +10,8 @@ from trainer.layers.param import EXACT, param
 class RMSNorm(nnx.Module):
     """Divides by the root mean square over the last axis, and multiplies by offset + scale.
 
-    See Zhang and Sennrich, arXiv:1910.07467. The scale is learned, and offset + scale is 1 initially. Computed in
-    float32, returned in `dtype`.
+    See Zhang and Sennrich, arXiv:1910.07467. The scale is learned, and offset + scale is 1 initially. The result is
+    computed in float32 and returned in `dtype`.
     """
 
     def __init__(self, width: int, *, epsilon: float, dtype: jnp.dtype, weight_dtype: jnp.dtype, offset: float = 0.0):
@@ -38,7 +38,8 @@ class LayerNorm(nnx.Module):
     """Subtracts the mean over the last axis, divides by the standard deviation, multiplies by offset + scale and adds a
     bias (Ba et al. 2016, arXiv:1607.06450).
 
-    Scale and bias are learned; offset + scale is 1 initially, and the bias 0. Computed in float32, returned in `dtype`.
+    Scale and bias are learned; offset + scale is 1 initially, and the bias is 0. The result is computed in float32 and
+    returned in `dtype`.
     """
 
     def __init__(

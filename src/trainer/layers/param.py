@@ -10,9 +10,9 @@ from flax import nnx
 
 from trainer.sharding import Axes, axes_of_parts
 
-# Regardless of `weight_dtype`, the dtype of parameters other than kernels and embedding tables: scales and biases of
-# norms, biases of projections, attention sinks, adapters. They take little memory, and bfloat16 would lose most of
-# their updates.
+# The dtype, regardless of `weight_dtype`, of parameters other than kernels and embedding tables: scales and biases of
+# norms, biases of projections, attention sinks, adapters. These parameters take little memory, and bfloat16 would lose
+# most of their updates.
 EXACT = jnp.dtype("float32")
 
 
@@ -21,13 +21,13 @@ def lecun_normal(
     key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype, *, batch_axis: tuple[int, ...] = ()
 ) -> jax.Array:
     """Returns a normal sample, truncated at two standard deviations, with variance 1 / fan-in; fan-in is the size of
-    the second-to-last axis. Layers of equal shape share one trace, because separate traces would take half of the time
-    that making a model takes."""
+    the second-to-last axis. The function is jitted so that kernels of equal shape share one trace: separate traces
+    would take half of the time that making a model takes."""
     return jax.nn.initializers.lecun_normal(batch_axis=batch_axis)(key, shape, dtype)
 
 
 def param(value: Any, names: Sequence[str | None]) -> nnx.Param:
-    """Returns a parameter whose axes have the logical `names`, which `sharding/` reads. It needs no mesh.
+    """Returns a parameter whose axes have the logical `names`, which the package `sharding` reads. No mesh is needed.
 
     `value` is an array, or a pytree of its parts (`sharding.axes_of_parts`).
     """
@@ -37,7 +37,7 @@ def param(value: Any, names: Sequence[str | None]) -> nnx.Param:
 def unnamed(ndim: int, leading: Sequence[str] = ()) -> tuple[str | None, ...]:
     """Returns default axis names for a parameter without names; only users' blocks have such parameters.
 
-    `leading`: the leading axes of the parameter's stack.
+    `leading`: the names of the parameter's leading axes, which its stack adds (`Stack.axes`).
     """
     return (*leading, *[None] * (ndim - len(leading)))
 
@@ -53,7 +53,7 @@ REST = "rest"  # the name of buffers in a TrainTree, and of their collection in 
 
 
 def buffer(value: Any, names: Sequence[str | None]) -> "Buffer":
-    """Returns a buffer whose axes have logical `names`, as in `param`."""
+    """Returns a buffer whose axes have the logical `names`; see `param` for the arguments."""
     return Buffer(value, out_sharding=tuple(names), eager_sharding=False)
 
 

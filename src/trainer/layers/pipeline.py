@@ -1,13 +1,13 @@
 """A stack in a pipeline of stages: the circular schedule of Narayanan et al. 2021 (arXiv:2104.04473, section 2.2).
 
 The rows are divided into microbatches. In each iteration every stage runs its layers on a different microbatch, all
-at once (`jax.vmap` over the axis of stages, which the mesh shards), and passes the result to the next stage. Arrays
-that differ by stage have the stages as their first axis: a shift along it is a collective permute.
+at once (`jax.vmap` over the axis of stages, which the mesh shards), and passes its result to the next stage. Arrays
+that differ by stage have the stages as their first axis; a shift along this axis is a collective permute.
 
 Microbatch m passes stage s for the r-th time in iteration r M + m + d s, all counted from 0, where d is
 `Pipeline.delay`. An idle stage computes on arbitrary data, and nothing reads the result.
 
-S: stages, R: repeats, L: iterations of the stack's loop in a stage, M: microbatches, c = M / S.
+Numbers: S stages, R repeats, L iterations of the stack's loop in a stage, M microbatches, and c = M / S.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ from trainer.sharding import (
     with_gradient_over,
 )
 
-# The checkpoint name of a stage's weights of one repeat, a slice of all repeats' weights. They are never saved.
+# The checkpoint name of a stage's weights of one repeat, a slice of all repeats' weights. It is never saved.
 WEIGHTS = "pipeline_stage_weights"
 
 BATCH = ("activation_batch", "activation_norm_length", "activation_embed")
@@ -58,7 +58,7 @@ def run_pipeline(
       loop, apply, remat: see `layers.loop.run_loop`.
       variables: see `layers.loop.run_loop`, but with the leading axes [R, S, L].
       x: [b, t, e]. M divides b.
-      remat_stage: the policy for what a stage saves per iteration for its backward pass; None: everything.
+      remat_stage: the policy for what a stage saves per iteration for its backward pass; None: it saves everything.
       cast_inside: whether the loop over iterations casts its weights inside (`layers.loop.cast_in_loop`).
       axes: returns the logical axes of every array in `variables[0]`, the parameters, in their order.
 
@@ -81,7 +81,7 @@ def run_pipeline(
             (stream, *_), sown = _by_repeat(plan, iteration, variables, of_weights, policy, carry)
         else:
             (stream, *_), sown = _loop(plan, plan.iterations, functools.partial(iteration, variables, 0), carry)
-        # Microbatch m ended in slot (m + d (S - 1)) mod c of stage m / c.
+        # The final result of microbatch m is in slot (m + d (S - 1)) mod c of stage m // c.
         shift = plan.delay * (plan.stages - 1) % inputs.shape[1]
         outputs = constrain(jnp.roll(stream, -shift, axis=1), names)
     kinds = {kind.__name__: kind for kind in loop.types}
@@ -106,8 +106,8 @@ def _loop(plan: Pipeline, count: int, fn: Callable[..., Any], carry: Any, first:
 def _by_repeat(
     plan: Pipeline, iteration: Callable[..., Any], variables: Sequence[Any], axes: Any, policy: Policy, carry: Any
 ) -> tuple[Any, Sown]:
-    """Runs all iterations, in parts. Within a part, every stage is in one of two repeats. A part all-gathers the
-    weights of these two repeats over fsdp, and the part's backward pass gathers them again."""
+    """Runs all iterations, in parts. Within a part, every stage is in one of two consecutive repeats. The part
+    all-gathers the weights of these two repeats over fsdp, and its backward pass gathers them again."""
 
     def part(carry: Any, r: Any, count: int) -> tuple[Any, Sown]:
         first = jnp.clip(r - 1, 0, max(plan.repeats - 2, 0))
@@ -131,8 +131,8 @@ def _by_repeat(
 
 
 def _iteration(loop: Loop, plan: Pipeline, stage: Callable[..., Any]) -> Callable[..., tuple[Any, Sown]]:
-    """Returns the function of one iteration: (variables [R or some repeats, S, L, ...], the first of these repeats,
-    carry, i) -> carry, sown."""
+    """Returns the function of one iteration: (the variables of all or some repeats, [repeats, S, L, ...]; the number of
+    the first of these repeats; carry; i) -> carry, sown."""
     context = {
         name: constrain(_flat(_split(value, plan)), (None, BATCH[0], *[None] * (value.ndim - 1)))
         for name, value in loop.context.by_row().items()
@@ -175,8 +175,9 @@ def _stage(
     policy: Policy,
     axes: Any,
 ) -> Callable[..., tuple[jax.Array, Sown]]:
-    """Returns the function of one stage in one iteration: (variables [some repeats, L, ...], x, the stage's context,
-    the index of the current repeat within `variables`, the repeat, the stage's number) -> x, sown."""
+    """Returns the function of one stage in one iteration: (the stage's variables [repeats, L, ...]; x; the context of
+    its microbatch; the index of the current repeat in the variables; the number of the repeat; the number of the
+    stage) -> x, sown."""
     part = dataclasses.replace(loop.stack, count=plan.layers, pipeline=None)
 
     def stage(
@@ -187,7 +188,8 @@ def _stage(
 
         here = jax.tree.map(cut, variables)
         if axes is not None:
-            # This makes each iteration reduce-scatter gradients, instead of an all-reduce and a sum on every device.
+            # This makes each iteration reduce-scatter gradients. Otherwise, it would all-reduce them, and every device
+            # would add up whole gradients.
             structure: Any  # a PyTreeDef; its stubs lack unflatten
             leaves, structure = jax.tree.flatten(here[0])
             over = [with_gradient_over(leaf, names[2:]) for leaf, names in zip(leaves, axes, strict=True)]
@@ -220,19 +222,21 @@ def _shifted(x: jax.Array, by: int) -> jax.Array:
             return jnp.roll(part, by, axis=0)
         return jax.lax.ppermute(part, axes, [(s, (s + by) % stages) for s in range(stages)])
 
-    # The gradient of rolling the whole array would be two permutes. `check=False` allows `jax.vmap` over islands.
+    # The gradient of `jnp.roll` of the whole array would be two permutes. `check=False` allows `jax.vmap` over DiLoCo's
+    # islands.
     names = Axes((STAGE, *BATCH))
     return shard_mapped(on_stage, (names,), names, check=False)(x)
 
 
 def _slot(queue: jax.Array, i: Any) -> jax.Array:
-    """Returns the entry [S, ...] of a queue [S, slots, ...] whose turn is iteration i."""
+    """Returns the slot of iteration i, [S, ...], in a queue [S, slots, ...]."""
     return jax.lax.dynamic_index_in_dim(queue, i % queue.shape[1], 1, keepdims=False)
 
 
 def _exchange(queue: jax.Array, i: Any, value: jax.Array, here: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns `_slot(queue, i)`, and the updated queue: that slot moves one stage towards the first stage, and the last
-    stage's entry of `value` [S, ...] enters. The entry reaches the first stage S x slots iterations later.
+    """Returns `_slot(queue, i)`, and the updated queue: in this slot, each entry has moved one stage towards the first
+    stage, and the last stage has its entry of `value` [S, ...]. That entry reaches the first stage and is returned
+    S x slots iterations later.
 
     `here`: the numbers of the stages, [S, 1, ...].
     """
@@ -242,9 +246,11 @@ def _exchange(queue: jax.Array, i: Any, value: jax.Array, here: jax.Array) -> tu
 
 
 def _split(x: jax.Array, plan: Pipeline) -> jax.Array:
-    """Returns [b, ...] as [S, c, b / M, ...]: microbatch m is [m / c, m mod c]. If the stages are the
-    outermost mesh axis of the rows, no row moves: a stage's rows become its microbatches, and each microbatch has rows
-    of every shard of the stage."""
+    """Returns [b, ...] as [S, c, b / M, ...]: microbatch m is at [m // c, m mod c].
+
+    If the stages are the outermost mesh axis that shards rows, no row moves between devices: a stage's rows become its
+    microbatches, and each microbatch has rows of every shard of the stage.
+    """
     return x.reshape(plan.stages, -1, plan.microbatches // plan.stages, *x.shape[1:]).swapaxes(1, 2)
 
 

@@ -36,12 +36,13 @@ OFFLOADED: dict[str, tuple[str, ...]] = {"qkv_proj_offloaded": QKV, "minimal_off
 
 
 def kept(name: str, own: Sequence[str] = ()) -> tuple[str, ...]:
-    """Returns the tensors that a policy keeps on the device; () for none, custom and OFFLOADED policies."""
+    """Returns the tensors that a policy keeps on the device: () for the policies none, custom, and those in OFFLOADED.
+    `own`: see `make_policy`."""
     return () if name in ("none", "custom", *OFFLOADED) else _with(own, KEPT[name])
 
 
 def _with(own: Sequence[str], tensors: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns `tensors`, and also a family's `own` projections if `tensors` includes all PROJECTIONS."""
+    """Returns `tensors`, with the names in `own` (see `make_policy`) added if `tensors` includes all PROJECTIONS."""
     return (*tensors, *own) if set(PROJECTIONS) <= set(tensors) else tensors
 
 
@@ -58,7 +59,7 @@ def make_policy(name: str, choices: Mapping[str, str], own: Sequence[str] = (), 
     Args:
       name: none, custom, or a key of KEPT or OFFLOADED.
       choices: for custom, the choice for each tensor (`capabilities.remat_tensors.TENSORS`): remat, device or offload.
-      own: a family's projection names in addition to PROJECTIONS. A policy that keeps all PROJECTIONS also keeps them.
+      own: a family's projection names in addition to PROJECTIONS. A policy that keeps all PROJECTIONS keeps these, too.
       stage: whether the checkpointed function runs several blocks. If so, the policy also keeps each block's input; for
         custom, only if `choices` keeps it on the device.
     """

@@ -21,10 +21,11 @@ def run_stack(
     axes: Callable[[], Any],
     **how: Any,
 ) -> tuple[jax.Array, Any, Sown]:
-    """Applies the layers of a stack in order, as a pipeline if the stack has one. See `layers.loop.run_loop`.
+    """Applies the layers of a stack in order, as a pipeline if the stack has one.
 
     A pipeline ignores the caches (`entries`), because generation runs without a pipeline. `axes` and `how` are passed
-    to `layers.pipeline.run_pipeline`; without a pipeline, `how` is passed to `run_loop`.
+    to `layers.pipeline.run_pipeline`; without a pipeline, `how` is passed to `layers.loop.run_loop`, which describes
+    the other arguments.
     """
     if loop.stack.pipeline is None:
         return run_loop(loop, apply, variables, x, entries, **how)
@@ -33,7 +34,7 @@ def run_stack(
 
 
 def run_module(module: nnx.Module, *args: Any) -> tuple[jax.Array, Sown]:
-    """Calls `layers.loop.run_layer` for a block. `args` are x, context, types and remat."""
+    """Runs the block `module` with `layers.loop.run_layer`. `args`: x, context, types and remat."""
     graphdef, *variables = nnx.split(module, nnx.Param, ...)
     types = args[2]
     return run_layer(lambda held, *given: capture(nnx.merge(graphdef, *held), types)(*given), variables, *args)
@@ -41,7 +42,8 @@ def run_module(module: nnx.Module, *args: Any) -> tuple[jax.Array, Sown]:
 
 def run_modules(loop: Loop, module: nnx.Module, x: jax.Array, entries: Sequence[Any], **how: Any) -> Any:
     """Calls `run_stack` for `module`, an NNX module from `make_stack`."""
-    # As in Linen, the parameters of all blocks precede all other state, so that both compile to the same program.
+    # As in Linen, the parameters of all blocks precede all other state, so that NNX and Linen compile to the
+    # same program.
     parts = [nnx.split(block, nnx.Param, ...) for block in loop.stack.modules(module)]
     graphdefs, *variables = zip(*parts, strict=True)
 

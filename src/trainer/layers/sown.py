@@ -1,7 +1,9 @@
-"""Sown values: extra results of a layer. The type of a value determines how it combines across microbatches.
+"""Sown values: extra results of a layer.
+
+The type of a value determines how the values of microbatches are combined into that of the batch.
 
 A layer sows with `sow`, which has no effect unless the caller captures the value's type. A stack returns each value
-with layers on axis 0.
+stacked over its layers, on axis 0.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -39,15 +41,15 @@ class Total(SownValue):
 
 
 class Maximum(SownValue):
-    """A maximum over the rows and tokens of a batch. Microbatches combine by the maximum."""
+    """A maximum over the rows and tokens of a batch. Values of microbatches are combined by their maximum."""
 
     combine = staticmethod(jnp.max)
 
 
 class MaxLogit(SownValue):
-    """The largest attention logit of each head, [heads]. Microbatches combine by the maximum.
+    """The largest attention logit of each head, [heads]. Values of microbatches are combined by their maximum.
 
-    A layer with `logit_factors` (`layers.clip`) sows it as "max_logit".
+    A layer with the method `logit_factors` (`layers.clip`) sows it as "max_logit".
     """
 
     combine = staticmethod(jnp.max)

@@ -14,9 +14,9 @@ from trainer.products.plain import EarlyReduction, GroupedProduct, Kernel, Produ
 class _Masked(nnx.Module):
     """A product that treats the kernel as zero where `mask` is false. The masked entries get no gradient.
 
-    The mask is a buffer, bool with the kernel's shape and logical axes, initially true; an update rule changes it
-    (`optim.sparsity`). `inner` computes the product with the masked kernel, so any quantization scales depend only on
-    unmasked entries.
+    The mask is a bool buffer with the kernel's shape and logical axes. It is initially true everywhere; an update rule
+    changes it (`optim.sparsity`). `inner` computes the product with the masked kernel, so any quantization scales
+    depend only on unmasked entries.
     """
 
     def __init__(self, inner: Product | GroupedProduct, kernel: Kernel):

@@ -1,8 +1,8 @@
-"""Stacks of blocks, the parts of a decoder.
+"""Stacks of blocks.
 
 A decoder is a list of stacks. `layers.run` runs each stack separately, as a loop or as a pipeline. A stack's
-parameters are always stacked over layers: `scan_layers` makes the loop rolled or unrolled, but does not change the
-names or shapes of parameters.
+parameters are always stacked over layers: `scan_layers` determines whether the loop is rolled or unrolled, but does not
+change the names or shapes of parameters.
 """
 
 import math
@@ -21,10 +21,10 @@ MakeBlock = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Stack:
-    """An entry of a decoder: the pattern `blocks`, repeated `count` times, with its parameters stacked under `name`.
+    """A part of a decoder: a pattern of consecutive blocks, `blocks`, that is repeated `count` times.
 
-    If the pattern has several blocks, they are named layers_0, layers_1, ... under `name`. `pipeline`: how the
-    repetitions are divided into stages; None for no pipeline.
+    The names of its parameters begin with `name`. If the pattern has several blocks, their parameters are in
+    name/layers_0, name/layers_1, ... `pipeline`: how the repetitions are divided into stages; None for no pipeline.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Stack:
 
 
 class Pattern(nnx.Module):
-    """Consecutive blocks as one module: layers_0, layers_1, ..."""
+    """A module of consecutive blocks, which are its attributes layers_0, layers_1, ..."""
 
     def __init__(self, blocks: Sequence[MakeBlock], *args: Any):
         for i, block in enumerate(blocks):
@@ -68,9 +68,9 @@ class Pattern(nnx.Module):
 
 
 def make_stack(stack: Stack, blocks: Sequence[MakeBlock], rngs: nnx.Rngs) -> nnx.Module:
-    """Returns one module with all repetitions of the pattern of `blocks`, each made by `block(rngs)`.
+    """Returns one module with all repetitions of the pattern `blocks`. Each block is made by `block(rngs)`.
 
-    The parameters have the leading axes of `stack`. Their values do not depend on the division into stages.
+    The parameters have the leading axes of `stack`. Their values do not depend on the division into pipeline stages.
     """
 
     def make(rngs: nnx.Rngs) -> nnx.Module:

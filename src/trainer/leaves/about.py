@@ -2,9 +2,9 @@
 
 The metadata is read once, copied into a run's checkpoints, and written by every export.
 
-A Hugging Face folder stores it in config.json and generation_config.json. A run's checkpoint, and a folder from
-trainer.export or trainer.quantize, store it next to the tokenizer, with the fields of config.json in
-huggingface.json.
+A Hugging Face folder stores the metadata in config.json and generation_config.json. A run's checkpoint, and a folder
+from trainer.export or trainer.quantize, store two files next to the tokenizer: generation_config.json, and
+huggingface.json with the fields of config.json.
 """
 
 import json
@@ -18,7 +18,7 @@ GENERATION, FIELDS = "generation_config.json", "huggingface.json"
 CHANGED = "changed_by_training"
 # Fields of config.json.
 TOKENS, LONGEST = ("bos_token_id", "eos_token_id", "pad_token_id"), "max_position_embeddings"
-# Placeholders of images and videos, and markers around them.
+# Fields for the placeholder tokens of images and videos, and for the tokens that mark their beginning and end.
 IMAGES = (
     *("image_token_index", "boi_token_index", "eoi_token_index"),
     *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
@@ -33,7 +33,8 @@ class About(NamedTuple):
     Attributes:
       fields: the fields of config.json that do not affect the model's results (`config_fields.NEUTRAL`).
       generation: the contents of generation_config.json; None if the model has no such file.
-      changed: the former value of each item that training changed, by name; None for the chat template.
+      changed: the former value of each item that training changed, by the item's name. The value of a changed chat
+        template is None.
     """
 
     fields: Mapping[str, Any] = {}
@@ -42,7 +43,7 @@ class About(NamedTuple):
 
     @property
     def ends(self) -> list[int]:
-        """The tokens that end a text, from generation_config.json or, if it has none, from config.json."""
+        """The tokens that end a text, from generation_config.json or, if that file has none, from config.json."""
         said = (self.generation or {}).get(_END)
         return _listed(self.fields.get(_END) if said is None else said)
 
@@ -92,7 +93,7 @@ class About(NamedTuple):
             return {name: value for name, value in given.items() if not name.endswith(_OF_TOKENIZER)}
 
         changed = {_END: _one(self.ends)} if self.ends else {}
-        # None instead of no field, to override the value of the adapters' base model
+        # A field that is None, unlike a missing field, overrides the value of the adapters' base model.
         return About(
             rest(self.fields) | dict.fromkeys(TOKENS),
             None if self.generation is None else rest(self.generation),
@@ -118,5 +119,5 @@ def _listed(value: Any) -> list[int]:
 
 
 def _one(tokens: list[int]) -> Any:
-    """Returns `tokens`; a single token without its list; None for an empty list."""
+    """Returns the list `tokens`; for a list of one token, the token itself; for an empty list, None."""
     return tokens if len(tokens) > 1 else tokens[0] if tokens else None

@@ -18,7 +18,7 @@ from trainer.config.errors import UserError, shortened
 from trainer.config.limits import FILE_BYTES, GGUF_AXES, GGUF_ENTRIES, GGUF_NAME_BYTES, GGUF_STRINGS
 from trainer.config.words import visible
 
-_MAGIC, _VERSIONS = b"GGUF", (2, 3)  # counts in version 1 have four bytes
+_MAGIC, _VERSIONS = b"GGUF", (2, 3)  # version 1, with its four-byte counts, is not supported
 _ALIGNMENT, _DEFAULT_ALIGNMENT = "general.alignment", 32
 # The numbers of value types, with their format codes in Python's struct and NumPy.
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -92,7 +92,8 @@ def read_gguf(path: Path) -> GgufHeader:
 class _Reader:
     def __init__(self, path: Path, file: BinaryIO, size: int):
         self._path, self._file, self._size = path, file, size
-        # Not `size` alone: a sparse file can be far larger than any header.
+        # `_left`: how many bytes may still be read. `size` alone is no limit: a sparse file can be far larger than any
+        # header.
         self._left, self._strings = min(size, FILE_BYTES), 0
 
     def header(self) -> GgufHeader:

@@ -19,7 +19,7 @@ from trainer.runtime.storage import absolute, entries
 
 COMPOSITE = "_CHECKPOINT_METADATA"  # a file next to the trees of a checkpoint with several items
 _TREE = "_METADATA"  # a file in each tree
-_CHUNK = 1 << 31  # bytes; a process that needs a slice of an array reads only the chunks that overlap it
+_CHUNK = 1 << 31  # bytes per chunk; a process that needs a slice of an array reads only the chunks that overlap it
 _TOGETHER = 1 << 25  # bytes to buffer before a write
 
 ITEMS = "items"  # the name of the tree in a MaxText checkpoint
@@ -123,8 +123,8 @@ def _load(path: Path, name: str, abstract: Any) -> Any:
 def writer(path: Path, custom: Mapping[str, Any] | None = None) -> Iterator[Callable[[Mapping[str, np.ndarray]], None]]:
     """Creates a checkpoint at `path`. The yielded function adds leaves to its tree `state`.
 
-    Each call takes leaves by slash-separated path. Leaves are buffered until they total _TOGETHER bytes, because each
-    write takes longer the more leaves the checkpoint already has.
+    The function's argument maps slash-separated paths to leaves. Leaves are buffered until they total _TOGETHER bytes,
+    because each write takes longer the more leaves the checkpoint already has.
     """
     from orbax.checkpoint import v1 as ocp
 
@@ -157,8 +157,8 @@ def _undamaged(path: Path, name: str = "") -> Iterator[None]:
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     _silence_answers()
-    # Orbax leaves behind tasks with unretrieved errors. asyncio logs these errors when the tasks are freed. After an
-    # error, this may happen at any time until the process ends, so the filter then remains.
+    # Orbax leaves behind tasks with unretrieved errors, which asyncio logs when the tasks are freed. That may happen
+    # at any time until the process ends, so the filter is not removed after an error.
     tasks = logging.getLogger("asyncio")
     had_errors = _is_retrieved in tasks.filters
     tasks.addFilter(_is_retrieved)
@@ -169,7 +169,7 @@ def _undamaged(path: Path, name: str = "") -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        # If reading a shard fails, the error is the cause of a bare Exception.
+        # If reading a shard fails, `error` is a bare Exception, and the actual error is its cause.
         cause = error.__cause__ if type(error) is Exception else error
         if not isinstance(cause, OSError | ValueError | KeyError | RecursionError):
             raise

@@ -42,7 +42,7 @@ class Leaf:
       dtype: the stored dtype; float32 if layers are stored in several dtypes.
       parts: functions that read the values as stored: one function per layer, or one for the complete leaf.
       puts: functions that put the same parts onto devices, given a part's shape (layers first), dtype and sharding.
-        Each host reads only its devices' slices of a part. () for a leaf that is only written.
+        Each host reads only its devices' slices of a part. `puts` is () for a leaf that is only written.
     """
 
     shape: tuple[int, ...]
@@ -109,12 +109,12 @@ def put_slices(read: Callable[[Box], np.ndarray], abstract: jax.ShapeDtypeStruct
 
 
 def resharded(sharding: Any, ndim: int, change: Callable[[list[Any]], list[Any]]) -> Any:
-    """Converts the sharding of an array with `ndim` axes to that of an array derived from it, in device memory.
+    """Returns the sharding, in device memory, of an array derived from an array with `ndim` axes and `sharding`.
 
-    `change` converts the entries of the PartitionSpec, one per axis.
+    `change` maps the PartitionSpec entries of the original array, one per axis, to those of the derived array.
     """
     if not isinstance(sharding, jax.sharding.NamedSharding):
-        return sharding  # one device
+        return sharding  # the array is on one device
     axes = [*sharding.spec, *[None] * (ndim - len(sharding.spec))]
     return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*change(axes)))
 
@@ -124,7 +124,7 @@ class Source(Protocol):
 
     path: Path
     tokenizer: Path  # the folder with the tokenizer's files, if there are any
-    kind: str  # a description in words
+    kind: str  # the kind of checkpoint, in words
     about: About  # data about the model other than weights and tokenizer
     length: int | None  # the maximum text length for which the model was trained, if the checkpoint states it
     averaged: bool  # whether averages of its parameters are available (`ema_decay`)
@@ -139,15 +139,17 @@ class Source(Protocol):
     def held(self, config: Config, shapes: Shapes) -> Collection[str]:
         """Returns the names of the weights that the checkpoint contains, at least in part.
 
-        `shapes` has all weights of a model of `config`.
+        `shapes`: the shapes of all weights of a model of `config`.
         """
 
     def leaves(self, config: Config, shapes: Shapes) -> dict[str, Leaf]:
-        """Returns a leaf for each of `shapes`, the weights of a model of the resolved `config`, in the same order.
+        """Returns a leaf for each weight in `shapes`, in the same order.
+
+        `shapes`: the shapes of all weights of a model of the resolved `config`.
 
         Raises:
-          UserError: tensors are missing, unexpected or have a wrong shape; the error lists them all. The checkpoint
-            may have more multi-token prediction modules than `config`.
+          UserError: tensors are missing, unexpected or have a wrong shape; the error lists them all. It is not
+            an error if the checkpoint has more multi-token prediction modules than `config`.
         """
 
 
@@ -157,7 +159,9 @@ def check_tensors(
     where: str,
     dtypes: Collection[str] = DTYPES,
 ) -> None:
-    """Compares the shape of each tensor found with the wanted shape, and its dtype with `dtypes`.
+    """Checks the tensors of a checkpoint against the `wanted` shapes and the allowed `dtypes`.
+
+    `found` has the shape and dtype of each tensor.
 
     Raises:
       UserError: lists all differences, one per line.
@@ -224,7 +228,7 @@ def names_of(tree: Any) -> dict[str, Any]:
 
 
 def filled(tree: T, flat: Mapping[str, Any]) -> T:
-    """Returns `tree` with each leaf replaced by the value of its name (`names_of`) in `flat`."""
+    """Returns `tree` with each leaf replaced by the entry of `flat` for the leaf's canonical name (see `names_of`)."""
     return jax.tree_util.tree_map_with_path(lambda path, _: flat[name_of(path)], tree)
 
 
@@ -243,7 +247,7 @@ def joined(params: Any, rest: Any) -> dict[str, Any]:
 
 
 def parted(weights: Any, rest: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Inverts `joined`: returns (parameters, state without gradient). `rest` has the structure of this state."""
+    """Inverts `joined`: returns (parameters, state without gradient). `rest` has the structure of the state."""
     flat, others = _flat(weights), _flat(rest).keys()
     params = {name: leaf for name, leaf in flat.items() if name not in others}
     return nested(params), nested({name: leaf for name, leaf in flat.items() if name in others})

@@ -21,13 +21,13 @@ class _ToLinen(bridge.ToLinen):
     @linen.compact
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with warnings.catch_warnings():
-            # In Linen, the parts of a parameter that is a pytree look like separate parameters.
+            # A parameter that is a pytree causes this warning: in Linen, its arrays look like separate parameters.
             warnings.filterwarnings("ignore", "Found unknown module paths")
             return super().__call__(*args, **kwargs)
 
 
 def capturing(types: tuple[type[nnx.Variable], ...], method: str = "__call__") -> Callable[..., tuple[Any, Sown]]:
-    """Returns a method for `nnx_method` of `ToLinen` that runs `method` and also returns the sown values of `types`."""
+    """Returns a function for `nnx_method` of `ToLinen`: it returns `method`'s result and the sown values of `types`."""
     return lambda module, *args, **given: capture(module, types, method)(*args, **given)
 
 

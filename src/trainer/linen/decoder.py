@@ -25,7 +25,7 @@ from trainer.sharding import off_mesh
 
 
 class LinenStackDecoder(Decoder):
-    """An NNX decoder whose blocks run under `linen.scan`. It stores their variables as nested `nnx.Variable`s."""
+    """An NNX decoder whose blocks run under `linen.scan`. It stores the blocks' variables as nested `nnx.Variable`s."""
 
     def make_layers(self, rngs: nnx.Rngs) -> dict[str, Any]:
         """See `Decoder.make_layers`."""
@@ -48,7 +48,7 @@ class LinenStackDecoder(Decoder):
         """See `Decoder.run_block`."""
         if isinstance(held, nnx.Module):
             return super().run_block(held, x, context, types)
-        layer = make_layer(self.config, last_block(self.config)[1], "", parent=None)  # no products to name
+        layer = make_layer(self.config, last_block(self.config)[1], "", parent=None)  # a Linen block ignores the path
         call = functools.partial(apply_layer, layer, types)
         return run_layer(call, _variables(held), x, context, types, remat_policy(self.config))
 
@@ -60,7 +60,10 @@ class LinenStackDecoder(Decoder):
 
 
 def initial_decoder(config: Config) -> type[Decoder]:
-    """Returns the decoder that draws initial parameters: `Decoder`, unless the blocks are Linen modules."""
+    """Returns the class of the decoder that draws the initial parameters.
+
+    This is `LinenStackDecoder` if any block is a Linen module, and otherwise `Decoder`.
+    """
     return LinenStackDecoder if any(map(is_linen, blocks(stacks(config)))) else Decoder
 
 

@@ -47,7 +47,7 @@ def _construct(block: MakeBlock, config: Config, path: str, rngs: nnx.Rngs) -> n
 
 
 def check_layer(config: Config) -> None:
-    """Does the check of `models.families.check_state` for both NNX and Linen blocks."""
+    """Checks NNX and Linen blocks as `models.families.check_state` checks NNX blocks."""
     check_state(config, subclasses=False)
     for block in filter(is_linen, blocks(stacks(config))):
         _check_linen(config, block)
@@ -55,7 +55,7 @@ def check_layer(config: Config) -> None:
 
 def _check_linen(config: Config, block: MakeBlock) -> None:
     x, ids = jnp.zeros((1, 1, config.base_emb_dim), config.dtype), jnp.zeros((1, 1), jnp.int32)
-    # Both keys, so that `init` does not fail for lack of one: blocks may draw from a given key, but not store one.
+    # With both keys, `init` does not fail because a key is missing. Blocks may use a given key, but not store one.
     keys = {"params": seed_key(0), "dropout": seed_key(0)}
     args = x, None, Context(ids, ids, rows=ids[0], key=None)
     variables = dict(jax.eval_shape(lambda: make_layer(config, block, "", parent=None).init(keys, *args)))
@@ -67,10 +67,10 @@ def _check_linen(config: Config, block: MakeBlock) -> None:
 def call_layer(
     block: linen.Module, cast_inside: bool, types: Types, number: jax.Array, x: jax.Array, *args: Any
 ) -> tuple[Any, Sown]:
-    """Returns the result of `block` for `x` and `args` in one layer of the rolled loop, and the block's sown `types`.
+    """Runs `block` on `x` and `args` in one layer of a rolled loop.
 
-    `block` is a child of the running module. `number` is the layer's number. See `layers.loop.run_loop` for
-    `cast_inside`.
+    Returns the result and the block's sown values of `types`. `block` is a child of the running module. `number`
+    is the layer's number. See `layers.loop.run_loop` for `cast_inside`.
     """
     if isinstance(block, bridge.ToLinen):
 
@@ -88,10 +88,10 @@ def call_layer(
 
 
 def apply_layer(block: linen.Module, types: Types, variables: Any, *args: Any) -> tuple[Any, Sown]:
-    """Returns the result of the unbound `block`, applied to `variables`, for `args`, and the block's sown `types`.
+    """Applies the unbound `block` to `variables` and `args`.
 
-    A Linen block sows into collections that are named after the types. It draws dropout from the layer's key, which is
-    in the context, the last of `args`.
+    Returns the result and the block's sown values of `types`. A Linen block sows into collections that are named after
+    the types. It draws dropout from the layer's key, which is in the context; the context is the last of `args`.
     """
     if isinstance(block, bridge.ToLinen):
         return block.apply(variables, *args, nnx_method=capturing(types))
@@ -102,5 +102,5 @@ def apply_layer(block: linen.Module, types: Types, variables: Any, *args: Any) -
 
 
 def _last(sown: dict[str, Any]) -> dict[str, Any]:
-    """Returns the last value of each name, as `layers.sown` does; Linen's default `sow` collects all in a tuple."""
+    """Returns the last value of each name, as `layers.sown` does; Linen's default `sow` makes a tuple of all values."""
     return {path: value[-1] if isinstance(value, tuple) else value for path, value in sown.items()}

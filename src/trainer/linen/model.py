@@ -58,7 +58,7 @@ class Linen:
         with tree_mode():
             check_layer(config)
         self.module = self._make_module(config)
-        rows = microbatches(config)  # a pipeline divides these rows
+        rows = microbatches(config)  # a pipeline needs a row for each microbatch
         id_bt, row_b = jnp.zeros((rows, 1), jnp.int32), jnp.zeros(rows, jnp.int32)
         with tree_mode():
             init = self._make_module(initializing(config)).init
@@ -151,7 +151,7 @@ def _parts(variables: Any) -> tuple[Any, Any]:
 
 
 def _merged(rest: dict[str, dict]) -> dict:
-    """Merges the collections of `rest` into one tree: canonical names do not contain the collection."""
+    """Merges the collections of `rest` into one tree, because canonical names do not contain the collection."""
     flat = {path[1:]: leaf for path, leaf in traverse_util.flatten_dict(rest).items()}
     return traverse_util.unflatten_dict(flat)
 

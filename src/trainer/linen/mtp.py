@@ -17,7 +17,7 @@ from trainer.models.remat import remat_policy
 
 
 class MtpLayer(linen.Module):
-    """The parts of prediction module `k`."""
+    """The submodules of multi-token prediction module `k`."""
 
     config: Config
     k: int
@@ -31,7 +31,7 @@ class MtpLayer(linen.Module):
 
 
 class MtpBlock(linen.Module):
-    """All prediction modules."""
+    """All multi-token prediction modules."""
 
     config: Config
 

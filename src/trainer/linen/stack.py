@@ -26,9 +26,10 @@ from trainer.sharding import off_mesh
 
 
 def initializing(config: Config) -> Config:
-    """Returns `config` for initialization, which Linen traces with a single token.
+    """Returns `config`, modified for Linen's initialization, which traces the model with rows of one token.
 
-    The attention op is replaced, because kernels refuse a length of one token. Parameters do not depend on the op.
+    The attention op is replaced, because attention kernels refuse rows of one token. Parameters do not depend on the
+    op.
     """
     return Config({**config, "attention": "dot_product"})
 
@@ -46,7 +47,7 @@ class Pattern(linen.Module):
 
 
 class Stacks(linen.Module):
-    """The stacks. A stack's variables are stacked on axis 0, under its name, for both rolled and unrolled loops."""
+    """All stacks of a decoder. For rolled and unrolled loops alike, a stack's variables are stacked on axis 0."""
 
     config: Config
 
@@ -92,7 +93,7 @@ class Stacks(linen.Module):
         return x, entries, sown
 
     def _applied(self, loop: Loop, x, entries):
-        # Runs the loop or pipeline of an NNX stack with the variables that linen.scan created.
+        # Runs the stack as NNX does, in a loop or pipeline, with the variables that linen.scan created.
         stack, held = loop.stack, linen.unbox(self.variables)
         variables = [[_at(held.get(name, {}), path) for path in stack.paths] for name in COLLECTIONS]
         made = zip(stack.blocks, stack.paths, strict=True)
@@ -109,10 +110,10 @@ class Stacks(linen.Module):
 
 def init_stacks(config: Config, key: jax.Array) -> Mapping[str, Any]:
     """Returns the initial variables of the stacks, in boxes that contain their logical axes."""
-    rows = microbatches(config)  # a pipeline divides these rows
+    rows = microbatches(config)  # a pipeline needs a row for each microbatch
     ids, x = jnp.zeros((rows, 1), jnp.int32), jnp.zeros((rows, 1, config.base_emb_dim), config.dtype)
     context = Context(ids, ids, rows=ids[:, 0], key=None)
-    # Within a step, the bridge constructs the model again, with rows of one token, which the mesh cannot divide.
+    # The bridge also runs this code within a training step, whose mesh cannot shard rows of one token.
     with off_mesh():
         stacks = Stacks(initializing(config), parent=None)
         return stacks.init(key, x, None, context, (), method="run_layers")

@@ -33,7 +33,7 @@ class Decoder(Stacks):
         return outer_dropout(self.config, self.decoder_norm(x), context, transformer.BEFORE_HEAD), cache
 
     def head(self, x):
-        """Returns the logits of hidden states from a separate output head."""
+        """Returns the logits of hidden states `x` from an output head that is not tied to the embedding."""
         return self.logits_dense(x, ("activation_batch", "activation_length", "activation_vocab"))
 
 

@@ -1,4 +1,4 @@
-"""Parses a MaxText command, as pasted from a shell or a script."""
+"""Parses a MaxText command, as pasted from a shell or a script. As in bash's manual, a command consists of words."""
 
 import re
 import shlex
@@ -12,7 +12,7 @@ from trainer.maxtext.shell import Shell
 from trainer.maxtext.shell_words import Word, commands, end_of_expansion, has_variable, unquoted
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
-# A command quoted within another, as in `xpk workload create --command "python3 -m maxtext..."`, or CMD="python3 ...".
+# A command quoted in another, as in `xpk workload create --command "python3 -m maxtext..."`, or in CMD="python3 ...".
 _INNER = re.compile(r"python\S* +(-m )?\S*maxtext", re.IGNORECASE)
 _INNER_NAME = re.compile(r"-*[A-Za-z_][\w-]*=(?=(?:\w+=\S+ +)*(?:\S*python|export |cd |set |source ))")
 _WIDTH = 116
@@ -23,7 +23,8 @@ class Command(NamedTuple):
 
     Attributes:
       module: the module as written, such as `maxtext.trainers.pre_train.train`; "" if the command contains none.
-      environment: the variables that are exported or set before the command, except those that its words expand.
+      environment: the variables that are exported or set before the command, except variables that the command's words
+        expand.
       yml: the first word if it is a yml; otherwise "".
       words: the other words, usually key=value.
     """
@@ -52,7 +53,7 @@ class _Reader:
         self._shell = Shell()
         self._module = ""
         self._given: dict[str, str] = {}  # assignments before the module
-        self._words: list[str] = []  # words after the module; without one, all words of the last command
+        self._words: list[str] = []  # words after the module; without a module, all words of the last command
         self._refused: UserError | None = None
         self._done = False
 
@@ -63,16 +64,16 @@ class _Reader:
         """Returns the parsed command.
 
         Raises:
-          UserError: there is no command, or the value of a part is unknown.
+          UserError: there is no command, or it contains a value that is unknown.
         """
         shell = self._shell
         values = {name: value[0] for name, value in shell.values.items() if isinstance(value, list) and value}
         inner = next((text for text in values.values() if _INNER.search(text)), "")
-        if inner and not self._done and not self._module:  # only CMD="python3 ..."
+        if inner and not self._done and not self._module:  # the text only assigns CMD="python3 ..."
             self.read(unquoted(inner, as_code=True))
         if self._refused and not self._done:
             raise self._refused
-        if not self._words and not self._module:  # only assignments
+        if not self._words and not self._module:  # the text contains only assignments
             self._given = {name: text for name, text in values.items() if _of_environment(name)}
             self._words = [f"{name}={text}" for name, text in values.items() if name not in self._given]
             shell.exported = set(values)
@@ -96,7 +97,7 @@ class _Reader:
         try:
             given = {name: "".join(shell.known(name)[:1]) for name in map(shell.assign, assignments)}
             late = {
-                name: f"${name}: {name}= before a command is set after its words are expanded; end it with ;"
+                name: f"${name}: a shell expands a command's words before it applies {name}=...; put ; between them"
                 for name in given
             }
             assigned, shell.values = shell.values, {**late, **values}
@@ -149,7 +150,7 @@ def _at_module(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
 
 
 def _has_words(text: str) -> bool:
-    """Returns whether a shell splits `text` into several words. `$(python3 -m maxtext...)` is one, even if unquoted."""
+    """Returns whether a shell splits `text` into several words. `$(python3 -m maxtext...)` is one word."""
     return len(next(commands(unquoted(text, as_code=True)))[0]) > 1
 
 

@@ -1,7 +1,8 @@
 """Converts a MaxText command to this trainer's command, with a verdict for each key.
 
-The verdicts agree with those of `load`, because both read each key with `Reader`. Only the words in
-`Facts.maxtext_words` are converted here but not by `load`.
+A word is an argument of a command, usually KEY=VALUE. The verdicts agree with those of `trainer.config.load`, because
+both modules read each key with `Reader`. The only exceptions are the words in `Facts.maxtext_words`, which
+`trainer.config.load` does not convert.
 """
 
 import fnmatch
@@ -56,7 +57,7 @@ SFT, DPO, GRPO = "trainer.sft", "trainer.dpo", "trainer.grpo"
 _OF_DATA = (TRAIN, SFT, DPO, GRPO, DISTILL, COMPILE, PLAN)
 SAME_WORDS = (*_OF_DATA, GENERATE)  # programs that accept MaxText's words, each with a verdict
 _COMPILES = (COMPILE, PLAN)  # programs that read no data
-_OF_TEXT = ("tokenizer_path", "tokenizer_type", "add_bos", "add_eos")  # generation also reads them
+_OF_TEXT = ("tokenizer_path", "tokenizer_type", "add_bos", "add_eos")  # data keys that generation also reads
 _EXAMPLE = re.compile(r"needs (?:\w+|files|a file), such as (\w+=\S+?)(?:;|$)")
 _LENGTH = "max_target_length="
 _OF_PAIR = (
@@ -78,7 +79,12 @@ _NEEDED = {
 
 
 class Program(NamedTuple):
-    """How a MaxText program is handled: `runs` is our equivalent program; if that is empty, `why` is the reason."""
+    """How a MaxText program is handled.
+
+    Attributes:
+      runs: our equivalent program; "" if there is none.
+      why: if there is no equivalent program, why not, or what to use instead.
+    """
 
     runs: str
     why: str
@@ -91,7 +97,7 @@ class Conversion(NamedTuple):
       words: the words of our command, preceded by its environment variables.
       rows: the verdicts, in the order of the command.
       problems: problems of the whole command, not of single rows.
-      notes: the notes that `trainer.train` prints about the command at its start, without verdicts.
+      notes: the notes about the command, other than verdicts, that `trainer.train` prints when it starts.
       loaded: the configuration; None if there are problems.
       version: a line on the consequences of MaxText's version for the command.
     """
@@ -110,9 +116,12 @@ class Conversion(NamedTuple):
 
 
 def program(module: str) -> Program | None:
-    """Returns how MaxText's program `module` is handled; None if there is no such program. "" means training."""
+    """Returns how MaxText's program `module` is handled; None if there is no such program.
+
+    A `module` of "" means training.
+    """
     last = re.split(r"[./]", module)[-1] or "train"
-    if has_variable(last):  # MaxText's scripts choose between train and train_compile
+    if has_variable(last):  # a variable that chooses train or train_compile
         last = "train"
     for row in verdicts.table()["modules"]:
         if last in row["names"]:
@@ -121,7 +130,7 @@ def program(module: str) -> Program | None:
 
 
 def programs() -> list[str]:
-    """Returns the last part of the name of every program that has a verdict."""
+    """Returns the last part of the name of every MaxText program that `program` knows."""
     return [name for row in verdicts.table()["modules"] for name in row["names"]]
 
 
@@ -142,7 +151,7 @@ def convert(command: Command, runs: str, version: str = "") -> Conversion:
 def _with_our_layers(
     found: Conversion, loaded: Loaded, times: int, command: Command, runs: str, version: str
 ) -> Conversion:
-    """Returns `found` with our number of layers, for a model of which MaxText counts `times` layers as one."""
+    """Returns `found` with our number of layers, for a model in which MaxText counts `times` layers as one."""
     said, source = f"layers; MaxText counts {times} of them as one", loaded.sources["base_num_decoder_layers"]
     given = [word for word in command.words if word.startswith("base_num_decoder_layers=")]
     if source.startswith("preset ") and not given:
@@ -219,7 +228,10 @@ def _convert(command: Command, runs: str, version: str) -> Conversion:
 
 
 def _of_pairs(rows: Sequence[Row], in_yml: Mapping[str, str]) -> list[Row]:
-    """Returns `rows` with the meaning of max_target_length for pairs, whether the command or the yml sets it."""
+    """Returns `rows`, in which the rows of max_target_length explain its meaning for pairs.
+
+    The key can be set by the command or, in `in_yml`, by the yml.
+    """
     said = [f"{_LENGTH}{text}" for name, text in in_yml.items() if f"{name}=" == _LENGTH]
     return [
         *(
@@ -233,9 +245,10 @@ def _of_pairs(rows: Sequence[Row], in_yml: Mapping[str, str]) -> list[Row]:
 def _of_program(
     command: Command, method: str, own_yml: str, given: Mapping[str, str], added: Sequence[str]
 ) -> tuple[list[str], list[Row]]:
-    """Returns words and rows for values that a command of `method` implies; see `maxtext.program`.
+    """Returns the words and rows for values that a command implies; see `maxtext.program`.
 
-    `added`: the words that the conversion has added so far.
+    `method`: the key that selects the command's program, such as use_sft. `own_yml`: `method` if the program's yml
+    determines the defaults; otherwise "". `added`: the words that the conversion has added so far.
     """
     if own_yml:
         return [], [Row(word, DIFFERS, why, "") for word, why in unsaid(own_yml, given).items()]
@@ -249,7 +262,10 @@ def _of_program(
 def _loaded(
     yml: str, words: Sequence[str], environment: Mapping[str, str], runs: str, rows: Sequence[Row]
 ) -> tuple[Loaded | None, list[str], list[Row]]:
-    """Returns the configuration or None; the problems of the whole command; and `rows` with their problems."""
+    """Returns the configuration, the problems of the whole command, and `rows` with their problems.
+
+    The configuration is None if it cannot be loaded.
+    """
     try:
         # Nothing is imported, because the command is only translated, not run.
         loaded = load([yml, *words], environment=environment, imports=False, defaults=_DEFAULTS.get(runs))
@@ -268,7 +284,7 @@ def _loaded(
 
 
 def _other_defaults(yml: str, loaded: Loaded, method: str) -> list[str]:
-    """Returns a problem if keys that the command does not set have defaults here that differ from MaxText's."""
+    """Returns a problem if keys that the command does not set have defaults that differ from MaxText's."""
     inert = inert_keys(loaded.config)
     unset = [name for name, source in loaded.sources.items() if source.startswith(DEFAULT) and name not in inert]
     lines = base_yml.differing(loaded.config, unset, "")
@@ -280,7 +296,7 @@ def _other_defaults(yml: str, loaded: Loaded, method: str) -> list[str]:
 
 
 def _implied(given: Mapping[str, str], runs: str, own_yml: str) -> list[str]:
-    """Returns words for MaxText's implicit behaviour. `own_yml`: see `program.own_words`."""
+    """Returns words for MaxText's implicit behaviour. `own_yml`: see `_of_program`."""
     without_data = runs in (GENERATE, EXPORT)
     kind = given.get("dataset_type", "hf" if own_yml else "")
     added = [NO_DATA] if without_data else []
@@ -298,9 +314,9 @@ def _implied(given: Mapping[str, str], runs: str, own_yml: str) -> list[str]:
 
 
 def preset_words(given: Mapping[str, str]) -> list[str]:
-    """Returns words for the values in which MaxText's preset differs from our preset, which is the published model.
+    """Returns words for the values in which MaxText's preset differs from our preset (the published model).
 
-    Keys in `given` are omitted.
+    `given`: the keys that are already set, for which no words are returned.
     """
     words = [
         word
@@ -312,7 +328,7 @@ def preset_words(given: Mapping[str, str]) -> list[str]:
 
 
 def _with_preset(rows: Sequence[Row], given: Mapping[str, str]) -> list[Row]:
-    """Returns `rows` with `preset_words` explained in the row of model_name, which is added if it is missing."""
+    """Returns `rows` with an explanation of `preset_words` in the row of model_name, added if necessary."""
     if not (words := preset_words(given)):
         return list(rows)
     text = f"the published model; MaxText's has {' '.join(words)}, added here: leave it out to run the published model"
@@ -323,7 +339,10 @@ def _with_preset(rows: Sequence[Row], given: Mapping[str, str]) -> list[Row]:
 
 
 def _completed(problems: Sequence[str], given: Mapping[str, object], runs: str) -> list[str]:
-    """Returns `problems`, plus one that lists all values that the command omits because MaxText has defaults."""
+    """Returns `problems`, with those about missing values merged into one that lists all keys without a value.
+
+    MaxText has defaults for these keys, so its commands may omit them.
+    """
     missing = [word for word in _NEEDED.get(runs, ()) if not given.get(word.partition("=")[0])]
     examples = [_EXAMPLE.search(line) for line in problems]
     others = [line for line, example in zip(problems, examples, strict=True) if example is None]
@@ -338,7 +357,7 @@ def _completed(problems: Sequence[str], given: Mapping[str, object], runs: str) 
 
 
 def _without_data(row: Row, runs: str) -> Row:
-    """Returns `row`, marked as needless if its key is about data. The program `runs` reads no data."""
+    """Returns `row`, marked as needless if its key is about data, because the program `runs` reads no data."""
     name = row.given.partition("=")[0]
     if name == "dataset_type" or any(name in keys for keys in OWN_KEYS.values()):
         return Row(row.given, verdicts.NEEDLESS, f"{runs} reads no data", "")
@@ -346,7 +365,7 @@ def _without_data(row: Row, runs: str) -> Row:
 
 
 def _with_effect(row: Row, loaded: Loaded, runs: str) -> Row:
-    """Returns `row`, or a row with the reason why the key has no effect in this configuration."""
+    """Returns `row`; if its key has no effect in this configuration, with the reason."""
     name = row.word.partition("=")[0]
     reason = no_effect_of(loaded.config, name) if row.kind in (SAME, DIFFERS) and name in loaded.changed else None
     if not reason:

@@ -1,9 +1,9 @@
 """Converts MaxText's distillation commands.
 
-In MaxText, the student's keys come from the yml, the command line and `student_overrides`, and the last of these wins;
-the teacher's keys come from the yml and `teacher_overrides`. In this trainer, the student's keys come from the whole
-command, and the teacher's keys from the teacher's folder and `teacher_overrides`. Therefore the printed command
-contains the keys of the yml as words.
+In MaxText, the student's keys come from the yml, the command line and `student_overrides`, in order of increasing
+precedence; the teacher's keys come from the yml and `teacher_overrides`. In this trainer, the student's keys come from
+the whole command, and the teacher's keys from the teacher's folder and `teacher_overrides`. Therefore, the converted
+command contains the yml's keys as arguments: the student's as KEY=VALUE, and the teacher's in `teacher_overrides`.
 """
 
 import math
@@ -154,12 +154,12 @@ def _items(text: str) -> dict[str, str] | None:
 
 
 def _text(node: yaml.Node) -> str:
-    """Returns a yml's value as it is written in a word."""
+    """Returns a yml's value as the text to write after KEY=."""
     return (node.value or "null") if isinstance(node, yaml.ScalarNode) else to_flow(construct(node))
 
 
 def _texts(words: Iterable[str]) -> dict[str, str]:
-    """Returns the text of each key in `words`."""
+    """Returns the value of each key in `words`, as text."""
     return dict(word.partition("=")[::2] for word in words)
 
 

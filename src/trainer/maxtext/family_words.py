@@ -1,4 +1,7 @@
-"""Converts MaxText's words for properties that, in this trainer, every model of a family has or another word sets."""
+"""Converts the arguments of MaxText commands that a model family declares in `Facts.maxtext_words`.
+
+Such an argument has another form in this trainer, or is needless because every model of the family has its value.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,7 +17,7 @@ from trainer.maxtext.shell_words import has_variable
 def of_family(rows: Sequence[Row], given: Mapping[str, str]) -> list[Row]:
     """Returns `rows` with the verdicts of the command's model family (`Facts.maxtext_words`).
 
-    `given`: the command's keys.
+    `given`: the texts of the command's keys, by key.
     """
     block = given.get("decoder_block") or _of_preset(given.get("model_name", ""))
     facts = facts_of(Config({"decoder_block": block})) if block in families() else None

@@ -4,7 +4,7 @@ import fnmatch
 
 from trainer.config.schema import schema
 
-# Keys of the section Model that define how a model is computed. The section's other keys define its parameters.
+# Keys of the section Model that define how a model is computed. The section's other keys define the model's parameters.
 _COMPUTED = (
     *("sparse_matmul", "capacity_factor", "ragged_buffer_factor", "routed_bias_update_rate", "attention", "sa_*"),
     *("batch_invariant", "gdn_chunk_size"),

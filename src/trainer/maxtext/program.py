@@ -1,6 +1,7 @@
 """The defaults of MaxText's post-training programs, each of which has a separate yml.
 
-Our programs in `COMMANDS` add the values of their yml to maxtext.yml; see `files.POST_TRAIN`.
+The method of a program is the key that selects it, such as use_sft. Our programs in `COMMANDS` add the values of their
+yml to maxtext.yml; see `trainer.config.files.POST_TRAIN`.
 """
 
 import re
@@ -14,7 +15,7 @@ from trainer.config.maxtext import base_yml, verdicts
 from trainer.config.schema import schema
 from trainer.maxtext.command_line import as_text
 
-# Our programs with special defaults, by the key that each stands for.
+# Our programs with special defaults, by method.
 COMMANDS = {"use_distill": DISTILL} | {key: name for key, (name, _) in METHODS.items()}
 # The keys of MaxText's programs that refuse base.yml.
 _WITHOUT_BASE = ("use_grpo",)
@@ -26,8 +27,9 @@ class Yml(NamedTuple):
     Attributes:
       name: its name in our command; maxtext.yml if it is an unchanged base.yml or program yml of MaxText.
       names: the keys that the file and its parents set.
-      given: the texts of those keys that a user changed, by key.
-      below: if the yml has the parent maxtext.yml, or a MaxText file that maxtext.yml replaces: that parent's name.
+      given: the texts of the keys that the user changed, by key.
+      below: the name of the yml's parent, if this is maxtext.yml or a MaxText file that maxtext.yml replaces; otherwise
+        "".
     """
 
     name: str
@@ -37,7 +39,7 @@ class Yml(NamedTuple):
 
 
 def method_of(runs: str) -> str:
-    """Returns the key of the program `runs`, such as use_sft; "" if it has none."""
+    """Returns the method of our program `runs`; "" if it has none."""
     return next((key for key, name in COMMANDS.items() if name == runs), "")
 
 
@@ -57,18 +59,24 @@ def has_own_defaults(yml: Yml, named: str, method: str) -> bool:
 
 
 def method_given(given: Mapping[str, str]) -> str:
-    """Returns the key of `METHODS` that is true in `given`, as MaxText's pre_train.train allows; "" if none is."""
+    """Returns the first key of `METHODS` that is true in `given`; "" if none is.
+
+    MaxText's pre_train.train accepts these keys.
+    """
     return next((key for key in METHODS if given.get(key, "").lower() in ("true", "1")), "")
 
 
 def own_words(method: str, given: Mapping[str, str]) -> list[str]:
-    """Returns words for the values in the program's yml, except for keys in `given`."""
+    """Returns the words that a command needs for values in the yml of its program, except for keys in `given`."""
     said = verdicts.table()["of_programs"].get(method, {})
     return [entry["word"] for name, entry in said.items() if "word" in entry and name not in given]
 
 
 def unsaid(method: str, given: Mapping[str, str]) -> dict[str, str]:
-    """Returns `key=value` for values in the program's yml that have no equivalent here, each with the reason."""
+    """Returns the values in the program's yml that need a note, as KEY=VALUE, each with its note.
+
+    Keys in `given` are omitted.
+    """
     said = verdicts.table()["of_programs"].get(method, {})
     return {
         f"{name}={entry['value']}": entry["why"] for name, entry in said.items() if name not in given and "why" in entry
@@ -76,7 +84,7 @@ def unsaid(method: str, given: Mapping[str, str]) -> dict[str, str]:
 
 
 def base_words(method: str, given: Mapping[str, str]) -> list[str]:
-    """Returns words for values of MaxText's base.yml that maxtext.yml lacks in a command of `method`."""
+    """Returns words for the values of MaxText's base.yml that differ from maxtext.yml in a command of `method`."""
     own = base_yml.defaults(method)
     base = {name: key.default for name, key in schema().keys.items()} | dict(base_yml.defaults())
     if method == "use_dpo":
@@ -85,7 +93,7 @@ def base_words(method: str, given: Mapping[str, str]) -> list[str]:
 
 
 def own_parent(yml: Yml, method: str, runs: str, given: Mapping[str, str]) -> str:
-    """Returns a line about a yml whose parent is maxtext.yml, in a command of `method`."""
+    """Returns a line about the values that a yml gets from its parent, `yml.below`, in a command of `method`."""
     own = f"its parent has the values of {POST_TRAIN[method].parent.name}/{POST_TRAIN[method].name} in {runs}"
     if yml.below != MAXTEXT_YML.name or method in _WITHOUT_BASE:
         return own

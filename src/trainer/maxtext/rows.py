@@ -1,4 +1,4 @@
-"""The verdict on each key of a MaxText command, read as `load` reads it."""
+"""The verdict on each key of a MaxText command. Keys and values are read as in `trainer.config.load`."""
 
 import fnmatch
 import functools
@@ -18,7 +18,7 @@ from trainer.maxtext.shell_words import has_variable
 SAME, DIFFERS, UNKNOWN = "same", "differs", "unknown"
 NO_EFFECT, REFUSED = "no effect", "refused"
 STOPPING = (UNKNOWN, REFUSED, verdicts.NOT_YET, verdicts.NEVER)
-# The order in which verdicts are shown: what needs attention comes first.
+# The order in which verdicts are shown: those that need attention come first.
 KINDS = (*STOPPING, verdicts.RENAMED, DIFFERS, verdicts.NEEDLESS, NO_EFFECT, SAME)
 # Keys that restrict other keys. If such a key's value is a shell variable, the restricted keys cannot be checked.
 DECIDING = ("model_name", "compile_topology", "decoder_block", "dataset_type")
@@ -28,10 +28,10 @@ class Row(NamedTuple):
     """The verdict on one key.
 
     Attributes:
-      given: the word as written: KEY=VALUE or M_KEY=VALUE.
+      given: the argument or environment variable as written: KEY=VALUE or M_KEY=VALUE.
       kind: one of `KINDS`.
-      text: the reason, or the difference.
-      word: the word to write instead; "" to leave the key out.
+      text: the reason for the verdict, or how the meaning differs from MaxText's.
+      word: what to write instead, in the same form; "" to leave the key out.
       problem: the message with which `load` rejects the key; "" if it accepts it.
     """
 
@@ -49,7 +49,7 @@ def by_kind(rows: Iterable[Row]) -> dict[str, list[Row]]:
 
 
 def verdict_on(name: str, text: str, given: str, variable: str = "") -> Row:
-    """Returns the verdict on the word `given`. `variable`: the environment variable, if one sets the key `name`."""
+    """Returns the verdict on `given` (see `Row`). `variable`: the environment variable, if one sets the key `name`."""
     reader, where = Reader(schema()), f"{ENVIRONMENT}{variable}" if variable else COMMAND_LINE
     shape = malformed(reader, name, "=" in given, text)
     if shape and name.lstrip("-").replace("-", "_") in schema().keys and "=" in given:
@@ -83,7 +83,7 @@ def verdict_on(name: str, text: str, given: str, variable: str = "") -> Row:
 
 
 def _meaning(name: str, text: str) -> str:
-    """Returns how the key's meaning differs from MaxText; "" if it does not."""
+    """Returns how the key's meaning differs from its meaning in MaxText; "" if it does not."""
     if _is_text(name) and text.lower() in ("none", "null", "~"):
         return f"the text {text}; MaxText reads it as no value: leave the key out"
     for pattern, meaning in verdicts.table()["meanings"].items():
@@ -93,7 +93,10 @@ def _meaning(name: str, text: str) -> str:
 
 
 def refused(row: Row, problems: Sequence[str]) -> Row:
-    """Returns `row` with the first problem about its key. `problems`: the problems of the whole configuration."""
+    """Returns `row`, with the first problem about its key, if any.
+
+    `problems`: the problems of the whole configuration.
+    """
     if row.problem or not row.word:
         return row
     name = row.word.partition("=")[0]
@@ -111,7 +114,7 @@ def in_environment(row: Row) -> bool:
 
 
 def is_known(word: str) -> bool:
-    """Returns whether a word's value can be checked: it has no shell variable, or the key accepts any text."""
+    """Returns whether the value in KEY=VALUE can be checked: it has no shell variable, or the key accepts any text."""
     name, _, text = word.partition("=")
     return not has_variable(text) or (name not in DECIDING and _is_text(name))
 

@@ -37,7 +37,8 @@ class Shell:
     """The variables of a shell.
 
     Attributes:
-      values: each variable's array (a scalar is an array of one element), or why its value is unknown.
+      values: each variable's array (a scalar is an array of one element), or the error to report if
+        its value is unknown.
       exported: the names of exported variables.
       used: the names of variables that were expanded in the words of commands.
     """
@@ -48,10 +49,10 @@ class Shell:
         self.used: set[str] = set()
 
     def run(self, text: str, command: Callable[[Sequence[Word], Sequence[Word]], bool]) -> bool:
-        """Sets the variables that `text` assigns, and calls `command` for each other command until it returns True.
+        """Sets the variables that `text` assigns, and calls `command` for each other command until a call returns True.
 
-        `command` receives the assignments before the command, and the command's words. Returns whether it returned
-        True.
+        `command` receives the assignments before the command, and the command's words. Returns whether one of its calls
+        returned True.
 
         Raises:
           UserError: see `commands`.
@@ -85,7 +86,7 @@ class Shell:
         return False
 
     def _inside(self, words: list[Word], blocks: list[str]) -> list[Word]:
-        """Returns the words after keywords of conditions and loops. These keywords open and close `blocks`."""
+        """Returns `words` without leading keywords of conditions and loops, which open and close `blocks`."""
         while words and (word := words[0].bare) in _BEFORE:
             words = words[1:]
             if word in _OPENING:

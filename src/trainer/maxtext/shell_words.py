@@ -19,7 +19,10 @@ _PAIRS = {"$(": "()", "${": "{}"}
 
 
 class Piece(NamedTuple):
-    """A part of a word. `expands`: whether a shell expands it; it then begins with a dollar sign or a backtick."""
+    """A part of a word.
+
+    `expands`: whether a shell expands the part, which then begins with a dollar sign or a backtick.
+    """
 
     text: str
     quoted: bool = False
@@ -27,7 +30,10 @@ class Piece(NamedTuple):
 
 
 class Word(NamedTuple):
-    """A word. For an array NAME=(WORDS), `pieces` contain the name, and `items` are the words; else `items` is None."""
+    """A word of a command.
+
+    For an array NAME=(WORDS), `pieces` are the parts of NAME=, and `items` are WORDS; otherwise `items` is None.
+    """
 
     pieces: list[Piece]
     items: "list[Word] | None" = None
@@ -161,7 +167,7 @@ def split_at_blanks(text: str) -> list[str]:
 
 
 def end_of_expansion(text: str, at: int) -> int:
-    """Returns the end of the expansion that begins at `at`; `at` if the letter there is literal."""
+    """Returns the end of the expansion that begins at `at`; `at` if the character at `at` is literal."""
     if text[at] == "`":
         end = _found(text, "`", at + 1)
         while text[end - 1] == "\\":

@@ -1,4 +1,7 @@
-"""Converts a command of one of MaxText's tools to `trainer.export` or `trainer.inspect`, which have different words."""
+"""Converts a command of one of MaxText's tools to `trainer.export` or `trainer.inspect`.
+
+Their arguments differ from those of MaxText's tools.
+"""
 
 import itertools
 import re
@@ -32,7 +35,7 @@ def converted(command: Command, runs: str, version: str = "") -> Conversion:
 
 def _filled(command: Command, template: str) -> Conversion:
     """Fills MaxText's values into the command `template`. Placeholders without a value become names in capitals."""
-    # trainer.export does not read the environment.
+    # trainer.export does not read the environment, so variables become arguments.
     known, _ = variables(command.environment)
     command = command._replace(words=[*command.words, *(f"{name}={text}" for name, (_, text) in known.items())])
     given = {name.lstrip("-"): text for name, _, text in (word.partition("=") for word in command.words)}
@@ -80,7 +83,7 @@ def _filled(command: Command, template: str) -> Conversion:
 
 
 def _model_words(made: Conversion, preset: str, given: Mapping[str, str]) -> list[str]:
-    """Returns the words that describe the model parameters in the configuration `made`."""
+    """Returns words for the keys that define the parameters of the model that `made` configures."""
     said = {row.word.partition("=")[0]: row for row in made.rows if row.kind in (SAME, DIFFERS, verdicts.RENAMED)}
     wanted = [name for name in said if of_parameters(name)]
     sizes = factors(8) if given.get("global_parameter_scale", "1") != "1" else {}
@@ -89,7 +92,8 @@ def _model_words(made: Conversion, preset: str, given: Mapping[str, str]) -> lis
         wanted += [
             key for key in [*others, *sizes] if of_parameters(key) and no_effect_of(made.loaded.config, key) is None
         ]
-        # MaxText's tools write the published config.json regardless of the preset; only sizes must match the preset.
+        # MaxText's tools write the published config.json even where the preset differs from the published model. Only
+        # the vocabulary size must match the preset, because it determines shapes.
         wanted += [name for word in preset_words(given) if (name := word.partition("=")[0]) == "vocab_size"]
     words = [f"model_name={preset}"] if preset not in ("", "default") else []
     for key in dict.fromkeys(wanted):

@@ -1,6 +1,7 @@
 """Determines the MaxText version of a command, and the consequences of the version.
 
-MaxText 0.2.5 removed Linen and the three flags, and changed the default dataset_type from tfds to synthetic.
+MaxText 0.2.5 removed Linen and the three flags that select NNX or Linen. It also changed the default dataset_type from
+tfds to synthetic.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,7 +16,7 @@ from trainer.maxtext.program import Yml, program_yml
 from trainer.maxtext.shell_words import has_variable
 
 WITHOUT_LINEN = "0.2.5"
-NO_DATA = "dataset_type=synthetic"  # the default of that version
+NO_DATA = "dataset_type=synthetic"  # MaxText's default since 0.2.5
 
 
 def versions() -> list[str]:
@@ -24,13 +25,16 @@ def versions() -> list[str]:
 
 
 def version_of(names: Iterable[str]) -> str:
-    """Returns the MaxText version that the keys `names` reveal: 0.2.5, or 0.2.4 (or earlier); "" for no hint."""
+    """Returns the MaxText version that the keys `names` reveal; "" if they reveal none.
+
+    "0.2.4" stands for all versions before 0.2.5.
+    """
     given = set(names)
     return next((version for version, keys in verdicts.table()["versions"].items() if not given.isdisjoint(keys)), "")
 
 
 def yml_of(yml: str) -> Yml:
-    """Returns the yml that a command's file name stands for."""
+    """Returns a description of the yml whose file name in a command is `yml`."""
     shell = has_variable(yml)
     if not yml or is_maxtexts_base(yml) or (shell and (yml.endswith("/base.yml") or program_yml(yml))):
         return Yml(MAXTEXT_YML.name)
@@ -50,7 +54,10 @@ def is_theirs(file: YmlFile) -> bool:
 
 
 def changes(file: YmlFile) -> list[Entry]:
-    """Returns the entries of a MaxText yml that the user changed. The dataset_type of 0.2.5 does not count."""
+    """Returns the entries of a MaxText yml that the user changed.
+
+    In a yml of 0.2.5, the default dataset_type (`NO_DATA`) does not count as changed.
+    """
     entries = file.entries
     newest = version_of(entry.name for entry in entries) == WITHOUT_LINEN
     changed, _ = base_yml.changed_entries(entries, schema(), program_yml(file.path.as_posix()))
@@ -58,20 +65,22 @@ def changes(file: YmlFile) -> list[Entry]:
 
 
 def without_linen(names: Sequence[str], says_data: bool) -> list[str]:
-    """Returns words for defaults of a 0.2.5 command that differ from the defaults here. `names`: the keys that the
-    command sets."""
+    """Returns words for those defaults of MaxText 0.2.5 that differ from this trainer's.
+
+    `names`: the keys that the command sets. `says_data`: whether dataset_type is set or unused.
+    """
     flags = flags_of(next(iter(COMBINATIONS)))
     unlike = [name for name, value in flags.items() if name not in names and schema().keys[name].default != value]
     return [*([] if says_data else [NO_DATA]), *(f"{name}={to_flow(flags[name])}" for name in unlike)]
 
 
 def version_line(version: str, says_data: bool, loaded: Loaded | None) -> str:
-    """Returns a line on the consequences of a command's MaxText version, or "". `says_data`: dataset_type is set."""
+    """Returns a line on the consequences of a command's MaxText version, or "". `says_data`: see `without_linen`."""
     if version == WITHOUT_LINEN:
         nnx = next(iter(COMBINATIONS))
         name = combination(loaded.config) if loaded else nnx
         runs = f"it runs as {nnx}, with all three true" if name == nnx else f"those given here make it {name}"
-        return f"read as a command of MaxText {version}, which has no flags: {runs}"
+        return f"read as a command of MaxText {version}, which has no flags for NNX and Linen: {runs}"
     if version or says_data:
         return ""
     return (

@@ -4,7 +4,7 @@ In each folder, `facts.py` declares the properties that the configuration stage 
 `family.py` declares all others.
 """
 
-# Maps decoder_block to the facts of its family. Nothing outside of this package names a family.
+# Maps each decoder_block to the import path of its family's `Facts`. No code outside of this package names a family.
 FAMILIES = {
     "deepseek": "trainer.models.deepseek.facts:FACTS",
     "gemma": "trainer.models.gemma.facts:FACTS",

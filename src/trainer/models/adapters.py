@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA): which products of a model have them, and how they are merged into its parameters."""
+"""Low-rank adapters (LoRA): which products of a model have adapters, and how these are merged into its parameters."""
 
 import functools
 import re
@@ -84,12 +84,14 @@ def adapter_names(kernel: str) -> tuple[str, str]:
 def apply_lora_on_base_params(
     base_params: Mapping[str, Any], lora_params: Mapping[str, Any], lora_scale_factor: float = 1.0
 ) -> dict[str, Any]:
-    """Returns `base_params` with each adapter added to its matrix in float32 and rounded to the matrix's dtype.
+    """Returns `base_params` with each adapter added to its matrix.
+
+    The sum is computed in float32 and rounded to the matrix's dtype.
 
     Args:
       base_params: a nested dict of canonical names. Its arrays are not modified.
-      lora_params: the adapters' parameters, a nested dict of canonical names. Any other parameters in it replace the
-        base's parameters.
+      lora_params: the adapters' parameters, a nested dict of canonical names. Other parameters in `lora_params` replace
+        those of the base.
       lora_scale_factor: lora_alpha / lora_rank.
 
     Raises:
@@ -107,10 +109,10 @@ def unapply_lora_from_base_params(
 ) -> dict[str, Any]:
     """Inverts `apply_lora_on_base_params`, with the same arguments, up to rounding.
 
-    Parameters in `kept`, which may be the original base, are returned exactly.
+    Parameters in `kept`, which may be the original base, are returned unchanged.
 
     Raises:
-      UserError: as in `apply_lora_on_base_params`, or `kept` lacks a parameter that was replaced.
+      UserError: as in `apply_lora_on_base_params`, or `kept` lacks a parameter that `lora_params` replaced.
     """
     adapters = {name: leaf for name, leaf in _flat(lora_params).items() if ADAPTER.search(name)}
     before = _flat(kept or {})

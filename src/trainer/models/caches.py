@@ -41,7 +41,7 @@ def init_cache(config: Config, rows: int, length: int) -> Cache:
 
 
 def cache_axes(config: Config) -> Any:
-    """Returns the logical axes of the arrays of `init_cache`: an `Axes` at each leaf of the entries.
+    """Returns the logical axes of the arrays of `init_cache`: an `Axes` in place of each array.
 
     A block names the axes of its arrays with `cache_axes()`. Without that method, only rows and positions have names:
     the second axis is `PLACES` if its size depends on the length.
@@ -64,8 +64,8 @@ def cache_axes(config: Config) -> Any:
 def packs_rows(config: Config) -> bool:
     """Returns whether the prompts of several cache rows may share a row of tokens.
 
-    In each block, every cache entry must then belong to a position, or the attribute `packs_rows` must be true: given
-    `Cache.rows`, such a block returns the state of each cache row.
+    This is the case if, in each block, either every cache array has an axis of positions, or the attribute `packs_rows`
+    is true. A block sets `packs_rows` if, given `Cache.rows`, it returns a separate state for each cache row.
     """
 
     def packs(block: Any, count: int) -> bool:
@@ -79,7 +79,7 @@ def packs_rows(config: Config) -> bool:
 def _shared(config: Config, names: Axes, array: Any) -> list[int]:
     """Returns the axes, as negative indices, along which the entries of a cache's array share one scale.
 
-    Returns [] for an array that is not quantized: state without positions, or a single number per position.
+    Returns [] for an array that is not quantized, such as state without positions or a single number per position.
     """
     if not config.quantize_kvcache or PLACES not in names or not jnp.issubdtype(array.dtype, jnp.floating):
         return []

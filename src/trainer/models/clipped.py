@@ -19,7 +19,8 @@ def clipped_layers(config: Config) -> dict[str, Clipped]:
     """Returns the layers of the model that define `logit_factors`, by the canonical path of their parameters.
 
     If all blocks are NNX modules, the whole model is searched; otherwise, only the blocks of the stacks and of
-    multi-token prediction are searched. The arrays of the returned layers are abstract. Call this in tree mode.
+    multi-token prediction are searched. The arrays of the returned layers are abstract. Call this function in
+    `backends.base.tree_mode`.
 
     Raises:
       UserError: a block has no such layer and does not set `logit_factors = None`, or the model has no such layer.

@@ -23,7 +23,7 @@ from trainer.products.context import Context
 class ExpertBlock(llama2.Block):
     """Llama's block with a mixture of experts in place of its MLP. Subclasses set the layer's name and the score.
 
-    Dropout is as in Llama's block, but hidden units have no dropout.
+    Dropout is as in Llama's block, but the experts' hidden units have no dropout.
     """
 
     NAME: ClassVar[str]  # MaxText's name for the layer, and thus the prefix of its parameters
@@ -38,7 +38,9 @@ class ExpertBlock(llama2.Block):
         setattr(self, self.NAME, self.make_experts(config, rngs, dtypes))
 
     def make_experts(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any], **given: Any) -> Any:
-        """Makes the layer, called as `layer(x, context)`. `given`: arguments of `MoE` that `config` does not determine.
+        """Makes the mixture of experts, which is called as `layer(x, context)`.
+
+        `given`: arguments of `MoE` that `config` does not determine.
 
         Raises:
           UserError: the width of an expert is missing. A family whose `Facts` require the width reports this earlier.
@@ -68,7 +70,7 @@ class ExpertBlock(llama2.Block):
 
 
 class SharedExpertBlock(ExpertBlock):
-    """An `ExpertBlock` with `shared_experts`, which process every token."""
+    """An `ExpertBlock` with `config.shared_experts` additional experts, which process every token."""
 
     GATED: ClassVar[bool] = False  # see `GatedSharedMoE`
 
@@ -96,8 +98,8 @@ def layouts(name: str, router: str, gate: str, up: str, down: str) -> dict[str, 
     """Returns Llama's layouts and the layouts of the experts in the layer `name`.
 
     Args:
-      router, gate, up, down: the tensors' names within a Hugging Face layer. All but the router's contain
-        `models.huggingface.EXPERT`.
+      router, gate, up, down: the tensors' names within a Hugging Face layer. All names but the router's
+        contain `models.huggingface.EXPERT`.
     """
     own, there = f"decoder/layers/{name}", "model.layers.{}."
     return LAYOUTS | {
@@ -111,8 +113,8 @@ def layouts(name: str, router: str, gate: str, up: str, down: str) -> dict[str, 
 def layouts_in_gguf(own: str, end: str = "", file: str = "weight") -> dict[str, Layout]:
     """Returns the GGUF layouts of the expert matrices in the layer `own`, by canonical name.
 
-    Each of gate, up and down is one tensor for all experts. `end` is the suffix of our names, and `file` that of the
-    tensors' names.
+    Each of gate, up and down is one stacked tensor for all experts. `end` is the suffix of our names, and `file` is the
+    suffix of the tensors' names.
     """
     each, names = f"model.layers.{{}}.mlp.experts.{EXPERT}.", {"wi_0": "gate", "wi_1": "up", "wo": "down"}
     return {f"{own}/{name}{end}": Layout(f"{each}{it}_proj.{file}", inputs=int(not end)) for name, it in names.items()}

@@ -1,6 +1,6 @@
 """Looks up model families: those in this package by name, others by import path.
 
-`decoder_block=package.module:name` names a family's `Facts`, a `Family`, or a class that is a family's only block.
+`decoder_block=package.module:name` names a family's `Facts`, a `Family`, or the class of a family's only block.
 """
 
 import functools
@@ -70,11 +70,11 @@ def family(decoder_block: str) -> Family:
 
 
 def loads_from(decoder_block: str, trained: str) -> bool:
-    """Returns whether a family may load parameters that were trained with the family `trained`.
+    """Returns whether the family `decoder_block` may load parameters that were trained with the family `trained`.
 
     Within this package, both families must declare the same stacks, norm, products and embedding scale, so that the
     same keys produce the same output. A user's family may load from any family. A family of this package may not load
-    from a user's family, which is thus not imported.
+    from a user's family, so this function never imports a user's family.
     """
     if not {decoder_block, trained} <= FAMILIES.keys():
         return decoder_block not in FAMILIES
@@ -93,7 +93,10 @@ def product_rules(config: Config) -> Rules:
 
 
 def unmasked_rules(config: Config) -> Rules:
-    """Returns the rules for products: the family's, then quantization's; with `batch_invariant`, only its rule."""
+    """Returns the rules for products without masks and adapters: the family's rules, followed by those of quantization.
+
+    With `batch_invariant`, the only rule is that for batch-invariant products.
+    """
     own = family(config.decoder_block).products(config)
     if own and config.batch_invariant:
         raise UserError(
@@ -127,7 +130,7 @@ def hugging_face(config: Config, decoder_block: str = "") -> HuggingFace:
       decoder_block: the family; by default the family of `config`.
 
     Raises:
-      UserError: the family declares none, or its declarations contradict each other about RoPE pairing.
+      UserError: the family has no such declaration, or its layouts contradict its `Facts` about RoPE pairing.
     """
     block = decoder_block or config.decoder_block
     if not (declared := family(block).hugging_face):
@@ -137,7 +140,7 @@ def hugging_face(config: Config, decoder_block: str = "") -> HuggingFace:
         )
     if block == config.decoder_block and block not in FAMILIES:
         _check_pairs(config, declared)
-    found = min(declared, key=lambda hf: len(hf.contradicted(config)))  # the first of several
+    found = min(declared, key=lambda hf: len(hf.contradicted(config)))  # if several are equally close, the first
     merged = [it.of(config) for it in found.merged]
     return found if merged == list(found.merged) else found._replace(merged=merged)
 
@@ -166,7 +169,7 @@ def maxtext(decoder_block: str) -> MaxText:
     """Returns a family's declaration for MaxText.
 
     Raises:
-      UserError: the family declares none.
+      UserError: the family has no such declaration.
     """
     if (found := family(decoder_block).maxtext) is None:
         raise UserError(

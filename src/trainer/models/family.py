@@ -12,7 +12,7 @@ from trainer.products.plain import Rules
 
 
 class Named(NamedTuple):
-    """MaxText's array names for a parameter of a stack.
+    """The names of the MaxText arrays that store a parameter of one of our stacks.
 
     Attributes:
       stacked: the name of the array that stacks all layers.
@@ -29,13 +29,14 @@ class Named(NamedTuple):
 
 
 class Joined(NamedTuple):
-    """A tensor in MaxText's layers that joins parameters along its last axis, or has other axes than our parameter.
+    """A tensor in MaxText's layers that joins our parameters along its last axis, or whose axes differ from ours.
 
     Attributes:
       parts: the parameters' paths in a layer, in order. `MaxText.names` returns the same names for all of them.
-      shape: maps a part's shape in a layer to its shape in the tensor; the order of the entries is the same.
+      shape: maps a parameter's shape in one of our layers to its shape in the tensor. The order of the entries is the
+        same in both.
       groups: the configuration key for the number of groups into which the last axis is divided. Each group contains an
-        equal share of every part, in order. "": the parts are concatenated.
+        equal share of every parameter, in order. "": the parameters are concatenated.
     """
 
     parts: Sequence[str]
@@ -45,18 +46,19 @@ class Joined(NamedTuple):
 
 @dataclass(frozen=True)
 class MaxText:
-    """Properties of MaxText's block of the same name.
+    """The properties of MaxText's block for a family (the block with the same decoder_block).
 
     Attributes:
       scaled_queries: the end of the canonical names of the query kernels. MaxText stores these kernels multiplied by
         the attention scale, unless `use_qk_norm` is set. "": MaxText multiplies scores by 1 / sqrt(head_dim).
-      own_scale: whether MaxText computes the attention scale in another way, which `refuses` then checks.
+      own_scale: whether MaxText applies an attention scale other than 1 / sqrt(head_dim) without storing it in the
+        query kernels. `refuses` must then refuse scales that MaxText does not support.
       stored: maps `(config, canonical name)` to (factor, offset), where MaxText stores parameter / factor + offset.
-      names: maps (canonical name of a stack's parameter, `families.Place`) to MaxText's names. None: the default names
-        of `weights.maxtext.stored`.
-      joined: the tensors that join parameters, or whose axes differ from ours.
+      names: maps the canonical name of a stack's parameter and its `families.Place` to MaxText's names. None: the
+        default names, which `weights.maxtext.stored` defines.
+      joined: the tensors that join our parameters, or whose axes differ from ours.
       pairs: whether RoPE rotates adjacent pairs for every rope_type.
-      interleaves: whether YaRN rotates adjacent pairs in MaxText's presets of the family; true is MaxText's default.
+      interleaves: whether YaRN rotates adjacent pairs in MaxText's presets of the family, as it does by default.
       scales_windows: whether rope_linear_scaling_factor also scales RoPE in layers with a window.
       caps_scores: whether the block reads `attn_logits_soft_cap`.
       norms_heads: whether the block reads `use_qk_norm`.
@@ -91,17 +93,17 @@ class Family:
         constructed as `block(config, rngs)` (Linen: `block(config)`) and called as `block(x, cache, context) -> x,
         cache` (`products.Context`, `layers.cache`). Sampling requires `init_cache(rows, length)`.
       forward_flops: maps `(config, keys)` to the FLOPs of the forward pass for one token, including multi-token
-        prediction modules. `models.flops.forward_flops_per_token` documents the arguments. None: two FLOPs for each
-        entry of a matrix; attention is not counted.
+        prediction modules. `models.flops.forward_flops_per_token` documents the arguments. None: each entry of a matrix
+        counts as two FLOPs, and attention is not counted.
       projections: names (`jax.ad_checkpoint.checkpoint_name`) of the products with weight matrices in the family's
         blocks, in addition to `capabilities.remat_tensors.PROJECTIONS`. A remat_policy that keeps all PROJECTIONS also
         keeps these.
-      tensors: checkpoint names of other tensors in the blocks. With remat_policy=custom, the keys custom_device_tensors
-        and custom_offload_tensors select from `tensors` and `projections`.
+      tensors: names (`checkpoint_name`) of other tensors in the blocks. With remat_policy=custom, the keys
+        custom_device_tensors and custom_offload_tensors select from `tensors` and `projections`.
       axes: maps logical axes that are missing from base.yml's logical_axis_rules to one or more mesh axes. The key
-        logical_axis_rules cannot change them.
+        logical_axis_rules cannot override this map.
       products: maps a resolved configuration to the rules that select each matrix's product implementation by the
-        matrix's canonical name. The matrix of the output head may be the embedding table.
+        matrix's canonical name. If the output head is tied, its matrix is the embedding table.
       embedding_scale: returns the factor by which token embeddings are multiplied; a tied head uses the unscaled table.
         None: 1.
       optional: canonical names, or prefixes of names, of parameters that a checkpoint may omit, such as

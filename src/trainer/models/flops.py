@@ -1,13 +1,13 @@
 """FLOPs of a model, computed from its configuration without JAX.
 
-Model FLOPs as MaxText reports them, after PaLM (Chowdhery et al. 2022, arXiv:2204.02311, appendix B):
+The functions count model FLOPs as MaxText does, after PaLM (Chowdhery et al. 2022, arXiv:2204.02311, appendix B):
 - a multiplication and an addition are two operations;
 - matrix products with parameters count, including the output head; the embedding lookup, norms, RoPE, softmax,
   activations and the optimizer do not;
-- attention scores and their products with the values count where the mask lets a query see a key; the diagonal counts
-  half. Thus the mean number of keys that a query sees in a causal row of T tokens is T / 2. With a sliding window of
-  w <= T tokens it is w - w^2 / (2 T), and with chunks of c tokens, where c divides T, it is c / 2. Scores between
-  packed documents count, although the mask removes them;
+- attention scores and their products with the values count if the causal, window or chunk mask lets the query see the
+  key; the diagonal counts half. Thus the mean number of keys that a query sees in a causal row of T tokens is T / 2.
+  With a sliding window of w <= T tokens it is w - w^2 / (2 T), and with chunks of c tokens, where c divides T, it is
+  c / 2. Scores between different documents in a packed row count, although attention masks them;
 - in a mixture of experts, the router and the experts chosen for a token count, however the products are computed;
 - a multi-token prediction module counts for every token, even for tokens that it skips at the end of a document;
 - the backward pass counts as twice the forward pass, even where parameters are frozen; recomputation for
@@ -82,8 +82,8 @@ def matmul_parameters(config: Config) -> int:
 
 
 def visible_keys(config: Config) -> float:
-    """Returns the mean number of keys that a query sees, by the module's convention. The mean is over a row of
-    `config.max_target_length` tokens and over the blocks."""
+    """Returns the mean number of keys that a query sees, counted as this module's docstring defines. The mean is over a
+    row of `config.max_target_length` tokens and over the blocks."""
     length, layers = config.max_target_length, config.base_num_decoder_layers
     pattern = windows(config)
     of_layers = [pattern[i % len(pattern)] for i in range(layers)]
@@ -97,13 +97,14 @@ def visible_keys(config: Config) -> float:
 def forward_flops_per_token(config: Config, keys: float | None = None) -> float:
     """Returns the FLOPs of the forward pass for one token in a row of `config.max_target_length` tokens.
 
-    `keys`: the mean number of keys for which a query's scores are computed. None: `visible_keys`, the convention of
-    model FLOPs. Pass a larger number for an op that also computes masked scores, such as dot_product (the whole row).
+    `keys`: the mean number of keys for which a query's scores are computed. None: the result of `visible_keys`,
+    with which the function counts model FLOPs. To count the FLOPs of an op that also computes masked scores, pass a
+    larger number: the length of the row for dot_product.
     """
     widths = 2 * config.head_dim
     if is_latent(config):
         widths = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
-    # Each key costs one score and one term in the weighted sum of values.
+    # For each query, a key costs one score and one term in the weighted sum of values.
     seen = visible_keys(config) if keys is None else keys
     attention = 2.0 * attention_blocks(config) * config.base_num_query_heads * widths * seen
     return 2 * matmul_parameters(config) + attention

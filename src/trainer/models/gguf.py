@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from trainer.models.huggingface import Layout
 
-# The fields of all architectures: each maps the end of a GGUF key to a field of config.json.
+# `SIZES` and `NUMBERS` contain the fields of all architectures. They map a GGUF key, without the prefix that names the
+# architecture, to a field of config.json.
 SIZES = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -24,7 +25,7 @@ EPSILON = "attention.layer_norm_rms_epsilon"
 NUMBERS = {EPSILON: "rms_norm_eps", "rope.freq_base": "rope_theta"}
 COUNT, USED, WINDOW = "expert_count", "expert_used_count", "attention.sliding_window"
 ATTENTION = "rope.scaling.attn_factor"  # the factor by which RoPE scales queries and keys
-LOG = "rope.scaling.yarn_log_multiplier"  # a tenth of mscale_all_dim
+LOG = "rope.scaling.yarn_log_multiplier"  # a tenth of mscale_all_dim in config.json
 
 
 class Gguf(NamedTuple):
@@ -32,22 +33,24 @@ class Gguf(NamedTuple):
 
     Attributes:
       name: the value of general.architecture.
-      when: returns whether this declaration applies to a file with this architecture name. The argument is a function
-        that maps the end of a key and a type (by default int) to the key's value.
+      when: returns whether this declaration applies to a file with this architecture name. Its argument is a function
+        that returns a key's value in the file, or None; it takes the end of the key, and the value's type (by default
+        int).
       pairs: whether each head of queries and keys is stored as adjacent pairs, not as two halves.
-      one: whether norms are stored with 1 added.
+      one: whether the scales of norms are stored with 1 added.
       layouts: the layouts of parameters whose GGUF tensors differ from the tensors in a Hugging Face folder. The
-        layouts use Hugging Face names that the package gguf supports. A name with `EXPERT` is the tensor of all experts
-        of a layer.
+        layouts use Hugging Face names that the package gguf can translate to GGUF names. A name with `EXPERT` denotes
+        one tensor of all experts of a layer.
       sizes, numbers: map the end of a key to a field of config.json: `sizes` for integers, `numbers` for other numbers.
-      needs: the keys that llama.cpp requires in addition to `EPSILON` and `USED`.
-      more: maps further keys to the types of their values.
-      fields: returns further fields of config.json, given the fields that were read, including rope_scaling, and the
-        values of `more` by key.
-      write: returns values of `more` and of other keys, given the config.json that this trainer writes.
-      refuses: returns why llama.cpp's output would differ, given the config.json that this trainer writes; "" if it
-        would not.
-      note: how llama.cpp's computation differs for every file of the architecture.
+      needs: the ends of keys that llama.cpp requires in addition to `EPSILON` and `USED`.
+      more: maps the ends of further keys to the types of their values.
+      fields: returns further fields of config.json. Its argument maps the fields read so far, including rope_scaling,
+        and the keys in `more` to their values.
+      write: returns the values of the keys in `more`, and values that replace those of other keys, given the
+        config.json that this trainer writes.
+      refuses: returns why llama.cpp's output would differ from this trainer's, given the config.json that this trainer
+        writes; "" if it would not.
+      note: how llama.cpp's computation differs from this trainer's for every file of the architecture.
     """
 
     name: str
@@ -66,7 +69,7 @@ class Gguf(NamedTuple):
 
 
 def scaled_queries(said: Mapping[str, Any], largest: int) -> int:
-    """Returns query_pre_attn_scalar as llama.cpp derives it: the width divided by the number of heads for a model with
-    `largest` layers, and head_dim for other models."""
+    """Returns query_pre_attn_scalar as llama.cpp derives it: the width divided by the number of heads for the family's
+    largest model, which has `largest` layers, and head_dim for other models."""
     width = said.get("hidden_size", 0) // (said.get("num_attention_heads") or 1)
     return width if said.get("num_hidden_layers") == largest else said.get("head_dim", width)

@@ -1,7 +1,8 @@
-"""How tokenizers in GGUF files split text into words: the pre-tokenizers for each name in tokenizer.ggml.pre.
+"""How tokenizers in GGUF files split text into words, within which they merge bytes into tokens.
 
-llama.cpp defines about 80 names (src/llama-vocab.cpp). This file defines the names that this package's families use, as
-in the models' published tokenizer.json. tests/goldens/gguf_tokens.json contains llama.cpp's tokens for each name.
+The GGUF field tokenizer.ggml.pre contains a name that determines the splitting. llama.cpp defines about 80 names
+(src/llama-vocab.cpp). `WORDS` contains the names that this package's families use, with the pre-tokenizers of the
+models' published tokenizer.json. tests/goldens/gguf_tokens.json contains llama.cpp's tokens for each of these names.
 """
 
 from collections.abc import Mapping
@@ -41,10 +42,10 @@ class Splitting(NamedTuple):
 
     Attributes:
       steps: the pre-tokenizers of a tokenizer.json.
-      whole: whether a word that is itself a token skips the merges.
-      begins: whether a text begins with bos_token; a setting in the file overrides this.
-      normalizer: the normalizer of the tokenizer.json. llama.cpp has no normalizer, so its tokens differ if the
-        normalizer changes a text.
+      whole: whether a word that is in the vocabulary becomes one token, without merges.
+      begins: whether a text begins with bos_token, unless the GGUF file's add_bos_token overrides this.
+      normalizer: the normalizer of the tokenizer.json. llama.cpp has no normalizer, so its tokens differ from this
+        trainer's if the normalizer changes a text.
     """
 
     steps: list[dict[str, Any]]
@@ -54,7 +55,7 @@ class Splitting(NamedTuple):
 
     @property
     def pre_tokenizer(self) -> dict[str, Any]:
-        """The pre_tokenizer of a tokenizer.json."""
+        """The value of the key pre_tokenizer in a tokenizer.json."""
         return self.steps[0] if len(self.steps) == 1 else {"type": "Sequence", "pretokenizers": self.steps}
 
 
@@ -66,7 +67,7 @@ def _split(*patterns: str) -> list[dict[str, Any]]:
 _LLAMA3 = _split(rf"{_START}|\p{{N}}{{1,3}}|{_END}")
 _QWEN2 = _split(rf"{_START}|\p{{N}}|{_END}")
 _DIGITS = [{"type": "Digits", "individual_digits": True}, _GPT2]
-_DEEPSEEK = _split(  # DeepSeek-V2
+_DEEPSEEK = _split(  # of DeepSeek-V2
     *("[\r\n]", rf"\s?[{_LETTERS}]+", "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"),
     *(r"\s+$", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"),
 )
@@ -84,14 +85,16 @@ WORDS: Mapping[str, Splitting] = {
     "deepseek-r1-qwen": Splitting(_QWEN2),
     "deepseek-llm": Splitting([*_DEEPSEEK[:-1], _DIGITS[0], _BYTES]),
     "deepseek-v3": Splitting(_DEEPSEEK3),
-    "gpt-4o": Splitting(_split(_O200K)),  # gpt-oss
-    "llama4": Splitting(_split(_O200K), whole=True),  # converted from tiktoken by transformers; llama.cpp uses gpt-4o's
+    "gpt-4o": Splitting(_split(_O200K)),  # gpt-oss uses gpt-4o
+    # transformers converted this tokenizer from tiktoken. llama.cpp splits text as for gpt-4o.
+    "llama4": Splitting(_split(_O200K), whole=True),
     "tekken": Splitting(_split(_TEKKEN), whole=True, begins=True),
 }
 
 
 def words_of(spec: Mapping[str, Any]) -> str | None:
-    """Returns the name in `WORDS` that matches `spec`, a tokenizer.json; None if no name matches."""
+    """Returns the first name in `WORDS` with the same splitting as `spec`, the content of a tokenizer.json; None if no
+    name has it."""
     steps, whole = _steps(spec.get("pre_tokenizer")), bool(spec["model"].get("ignore_merges"))
     normalizer = spec.get("normalizer")
     if normalizer and normalizer.get("type") == "Sequence" and len(normalizer["normalizers"]) < 2:
@@ -103,7 +106,7 @@ def words_of(spec: Mapping[str, Any]) -> str | None:
 
 
 def _steps(pre_tokenizer: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """Returns the pre-tokenizers, without settings that do not change the words."""
+    """Returns the steps of `pre_tokenizer`, without settings that do not affect how text is split."""
     given = pre_tokenizer or {}
     steps = given["pretokenizers"] if given.get("type") == "Sequence" else [given]
     plain = [{name: value for name, value in step.items() if name != "trim_offsets"} for step in steps]
@@ -111,5 +114,5 @@ def _steps(pre_tokenizer: Mapping[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _escaped(pattern: Mapping[str, str]) -> dict[str, str]:
-    """Returns the pattern with escaped line ends, because some files contain them unescaped."""
+    """Returns the pattern with line ends escaped. Files differ in this, and patterns are compared as text."""
     return {kind: text.replace("\r", r"\r").replace("\n", r"\n") for kind, text in pattern.items()}

@@ -19,7 +19,7 @@ EXPERT = "<expert>"  # placeholder for the expert's number in the name of a tens
 
 LAYER = "model.layers.{}."  # the prefix of the names of a layer's tensors
 EACH = 0  # see `Merged.groups`
-_SAME = {"softmax": ""}  # synonyms among the values of routed_score_func
+_SAME = {"softmax": ""}  # maps a value of routed_score_func to an equivalent value
 
 
 class Layout(NamedTuple):
@@ -29,16 +29,17 @@ class Layout(NamedTuple):
       name: the name of the tensor, with {} for the number of the layer. If the name contains `EXPERT`, each expert has
         a separate tensor, and the first axis of our parameter in one layer is the expert. All other attributes then
         describe the parameter of one expert.
-      inputs: the number of input axes of our kernel, which come first; the tensor is then a matrix [out, in]. 0: the
-        tensor has our shape, unless it is `flat` or `swapped`.
+      inputs: the number of leading axes of our kernel that are inputs. If it is positive, the tensor is a matrix
+        [out, in]. 0: the tensor has our parameter's shape, unless `flat` or `swapped` is set.
       rotated: "" if RoPE rotates no entries. Otherwise the last axis of our parameter is one or more consecutive heads,
-        and `rotated` is the configuration key for the number of entries in a head: "head_dim". Hugging Face stores each
-        head as two halves; this trainer stores it as adjacent pairs if `rope_interleave` is set.
+        and `rotated` is the configuration key for the number of entries in a head, such as "head_dim". RoPE rotates
+        pairs of entries: Hugging Face stores the first entries of all pairs before the second entries; this trainer
+        stores the entries of a pair side by side if `rope_interleave` is set.
       flat: whether the tensor merges all of our axes into one.
       swapped: whether the last two axes are swapped: the tensor is [experts, out, in] for our matrices [experts, in,
-        out] of all experts. This excludes `inputs`, `rotated` and `EXPERT`.
+        out] of all experts. `swapped` cannot be combined with `inputs`, `rotated` or `EXPERT`.
       depthwise: whether the parameter is the kernel of a depthwise convolution, [width, ...channels], and the tensor is
-        [channels, 1, width]. This requires inputs = 1.
+        [channels, 1, width]. `depthwise` requires inputs = 1.
     """
 
     name: str
@@ -70,7 +71,8 @@ class Layout(NamedTuple):
         return (math.prod(ours[self.inputs :]), *middle, math.prod(ours[: self.inputs])) if self.inputs else ours
 
     def head(self, config: Config, shape: tuple[int, ...]) -> int:
-        """Returns the number of entries in a head on the last axis of our `shape`; 0 if RoPE rotates no entries.
+        """Returns the number of entries in a head on the last axis of our parameter, which has `shape`; 0 if RoPE
+        rotates no entries.
 
         Raises:
           UserError: the axis does not consist of complete heads.
@@ -86,8 +88,8 @@ class Layout(NamedTuple):
     def widened(self, shape: tuple[int, ...], box: tuple[slice, ...], head: int) -> tuple[slice, ...]:
         """Returns `box`, enlarged so that it maps to a single box of the tensor and contains only complete heads.
 
-        `box` has a slice for each axis of our parameter in one layer, which has `shape`. `head`: the number of entries
-        in a head on the last axis; 0: no heads.
+        `shape`: the shape of our parameter in one layer. `box`: a slice for each of its axes. `head`: the number of
+        entries in a head on the last axis; 0: there are no heads.
         """
         outer = {0, self.inputs} if self.inputs or self.flat else set(range(len(shape)))
         wide = [cut if axis in outer else slice(0, shape[axis]) for axis, cut in enumerate(box)]
@@ -96,7 +98,7 @@ class Layout(NamedTuple):
         return tuple(wide)
 
     def box(self, shape: tuple[int, ...], box: tuple[slice, ...]) -> tuple[slice, ...]:
-        """Returns the box of the tensor that corresponds to `box`, a widened box of our `shape`."""
+        """Returns the box of the tensor that corresponds to `box`, a result of `widened` for the same `shape`."""
         if self.flat:
             rows = math.prod(shape[1:])
             return (slice(box[0].start * rows, box[0].stop * rows),)
@@ -110,15 +112,15 @@ class Layout(NamedTuple):
         return (slice(out.start * rows, out.stop * rows), *middle, slice(into.start * columns, into.stop * columns))
 
     def to_ours(self, theirs: np.ndarray, shape: tuple[int, ...], head: int) -> np.ndarray:
-        """Returns one layer of our parameter, or a widened box of it, with `shape`. `head`: the number of entries in a
-        head, which are reordered into pairs; 0: no reordering."""
+        """Converts `theirs`, one layer's tensor or a box of it, to our layout with `shape`. `head`: the number of
+        entries in a head, which are reordered into adjacent pairs; 0: no reordering."""
         if self.swapped:
             return np.stack([transposed(matrix) for matrix in theirs])
         theirs = theirs[:, 0] if self.depthwise else theirs
         return reordered((transposed(theirs) if self.inputs else theirs).reshape(shape), head, pairs=True)
 
     def to_theirs(self, ours: np.ndarray, head: int) -> np.ndarray:
-        """Returns the tensor of one layer; the inverse of `to_ours`."""
+        """Converts `ours`, one layer of our parameter, to the layer's tensor: the inverse of `to_ours`."""
         if self.swapped:
             return np.stack([transposed(matrix) for matrix in ours])
         ours = reordered(ours, head, pairs=False)
@@ -136,9 +138,9 @@ class Outer(NamedTuple):
       texts: the allowed model types of `text_config`; the first is the default.
       towers: the name prefixes of tensors outside of the text model; transformers 5 may prepend "model.".
       fields: the fields of config.json that configure only parts outside of the text model.
-      tokens: maps each field with the id of a placeholder token for content other than text to its default in
-        transformers.
-      tied: the default of tie_word_embeddings.
+      tokens: the fields of config.json that contain the ids of placeholder tokens for images and other content, with
+        their defaults in transformers.
+      tied: the default of tie_word_embeddings in transformers.
     """
 
     model_type: str
@@ -150,9 +152,9 @@ class Outer(NamedTuple):
 
 
 class Merged(NamedTuple):
-    """A module of a Hugging Face checkpoint whose tensors merge several modules' tensors along the output axis.
+    """A module of a Hugging Face checkpoint whose tensors merge the tensors of several modules along the output axis.
 
-    `Layout`s name the parts as if each had a separate tensor.
+    The merged modules are called parts. `Layout`s name the parts as if each part had separate tensors.
 
     Attributes:
       name: the end of the module's name, as in "self_attn.qkv_proj".
@@ -173,8 +175,8 @@ class Merged(NamedTuple):
         return self._replace(groups=config[self.groups]) if isinstance(self.groups, str) else self
 
     def find(self, tensor: str) -> tuple[str, int] | None:
-        """Returns the name of the merged tensor and the number of the part, given the name of a part's tensor; None if
-        the tensor is not a part of this module."""
+        """Returns the name of the merged tensor and the index of the part, given the name of a part's tensor; None if
+        the tensor does not belong to a part of this module."""
         for i, part in enumerate(self.parts):
             before, found, after = f".{tensor}.".partition(f".{part}.")
             if found:
@@ -182,7 +184,7 @@ class Merged(NamedTuple):
         return None
 
     def fits(self, sizes: Sequence[int]) -> bool:
-        """Returns whether parts with these numbers of outputs can be divided into the groups."""
+        """Returns whether each part can be divided into the groups, given the parts' numbers of outputs."""
         return not any(size % self._count(sizes[0]) for size in sizes)
 
     def cut(self, sizes: Sequence[int], i: int) -> np.ndarray:
@@ -206,8 +208,8 @@ class Merged(NamedTuple):
 class Modules(NamedTuple):
     """The tensors of multi-token prediction modules in a Hugging Face checkpoint.
 
-    In names, {} is the module's number, which continues the numbers of the model's layers. The default is DeepSeek-V3's
-    layout.
+    In names, {} is the module's number, which continues the numbering of the model's layers. The default values
+    describe DeepSeek-V3's layout.
 
     Attributes:
       above: the prefix of the names of tensors outside of a module's block.
@@ -236,22 +238,23 @@ class HuggingFace(NamedTuple):
       model_type, architecture: the family's names in transformers.
       layouts: the layout of each parameter, by canonical name.
       merged: the checkpoint's modules that each merge several of the modules named in `layouts`.
-      defaults: values of absent fields of config.json.
-      nested: further defaults if config.json is the `text_config` of another model: the defaults of the text config's
-        class, which transformers 4 omitted when it wrote the file.
+      defaults: the values that fields have if they are absent from config.json.
+      nested: further defaults for fields in the `text_config` of a multimodal model's config.json. When transformers 4
+        writes this file, it omits fields whose value is the default of the text model's configuration class.
       outers: the multimodal models that contain this text model.
       qk_norm: whether the family normalizes queries and keys. If a field of config.json determines this, `sizes` maps
         use_qk_norm to the field.
-      window: the layers with a sliding window. "": no layer; "given": every layer, unless sliding_window is null;
+      window: which layers have a sliding window. "": no layer; "given": every layer, unless sliding_window is null;
         "switched": layer max_window_layers and all later layers, if use_sliding_window is true; "alternating": all but
         every n-th layer, as layer_types specifies; "read": `read` determines the layers.
-      period: n for "alternating" if layer_types is absent. `period_field`: the field that may override it.
+      period: n for "alternating" if layer_types is absent. `period_field`: the field of config.json that overrides n.
       ropes: the types of RoPE that the family supports, as named in config.json; (): all but longrope.
-      rope_sizes: maps further keys with a numeric value to the field of the RoPE object with the same value.
+      rope_sizes: maps further numeric keys of this trainer to the field of config.json's RoPE object that has the same
+        value.
       rope_ignored: fields of the RoPE object that transformers does not read.
       partial: whether RoPE may rotate a part of each head (partial_rotary_factor).
       local_rope: "" if RoPE is the same in all layers. Otherwise, the field of config.json with the base of RoPE in
-        layers with a window, where RoPE is not scaled.
+        layers with a window. RoPE is not scaled in these layers.
       epsilon: the field with the epsilon of norms.
       activation: the field with the gate's activation. `activations`: maps further values of the field to our names.
       whole_heads: whether hidden_size must be a multiple of the number of heads.
@@ -260,19 +263,20 @@ class HuggingFace(NamedTuple):
       powers: maps further keys to (field, exponent). The key's value is the field, which must be positive, to the power
         of the exponent: {"logits_multiplier": ("logits_scaling", -1)} divides logits by logits_scaling. If the field is
         null, the key has its default.
-      latent: whether attention is multi-head latent attention. `whole_heads_of_latents`: true if head_dim is the size
-        of a whole head and partial_rotary_factor is the rotated share; false if head_dim is the size of the rotated
-        part.
-      only: fields that must be absent or have this value, because no other value can be represented.
+      latent: whether attention is multi-head latent attention. `whole_heads_of_latents` defines head_dim in the
+        config.json of such a family. True: head_dim is the size of a whole head, and partial_rotary_factor is the share
+        of a head that RoPE rotates. False: head_dim is the size of the rotated part.
+      only: maps fields to the only value that this trainer can represent. The fields may also be absent or null.
       off: fields that must be absent, null, false or 0, and are not written.
       ignored: fields that transformers does not read in this family.
-      read: returns further keys of this trainer, given config.json with `defaults` and a list, to which it appends
-        messages about values that cannot be represented. `fields`: the fields that `read` reads. `write`: returns these
-        fields for a resolved config.
+      read: returns further keys of this trainer. Its arguments are config.json, completed by `defaults`, and a list, to
+        which it appends messages about values that this trainer cannot represent. `fields`: the fields that `read`
+        reads. `write`: returns the values of these fields for a resolved config.
       implies: maps keys of this trainer to their value in every model of this type.
       aliases: other model types with the same fields and tensors.
-      modules: maps a word in a module's name in transformers 5 to the word in tensor names, where the two differ.
-      methods: the values of topk_method without and with groups of experts; "": the family has no groups.
+      modules: maps a component of module names in transformers 5 to the component of tensor names that replaces it.
+      methods: the value of topk_method without groups of experts, and the value with groups. ("", ""): the family has
+        no groups.
       mtp: the tensors of multi-token prediction modules.
       gguf: the declaration of the family's GGUF files; None if these are neither read nor written.
     """
@@ -339,8 +343,8 @@ def transposed(matrix: np.ndarray) -> np.ndarray:
 def reordered(x: Any, head: int, *, pairs: bool) -> Any:
     """Reorders the entries of the heads on the last axis of `x` (NumPy or JAX).
 
-    A head has `head` entries; 0: `x` is returned unchanged. With `pairs`, a head (a_0 ... a_n, b_0 ... b_n) becomes
-    (a_0, b_0, ... a_n, b_n). Without `pairs`, the reverse.
+    `head`: the number of entries in a head; 0: `x` is returned unchanged. `pairs`: whether a head
+    (a_0 ... a_n, b_0 ... b_n) becomes (a_0, b_0, ... a_n, b_n); false applies the inverse reordering.
     """
     if not head:
         return x

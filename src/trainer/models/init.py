@@ -1,4 +1,4 @@
-"""Initial parameters, the same in every combination of NNX and Linen."""
+"""Initial parameters, which are the same whether the model and its blocks are NNX or Linen modules."""
 
 import jax
 from flax import nnx
@@ -11,9 +11,9 @@ from trainer.models.transformer import Decoder, Transformer
 
 
 def init_variables(config: Config, key: jax.Array, decoder: type[Decoder] = Decoder) -> tuple[dict, dict]:
-    """Returns initial (params, rest): nested dicts of canonical names. Can be traced by jit.
+    """Returns the initial parameters and the other variables, as two nested dicts by canonical name.
 
-    The values are the same with and without a pipeline.
+    jit can trace this function. The values are the same with and without a pipeline.
     """
     model = Transformer(unpipelined(config), nnx.Rngs(params=key), decoder)
     variables = (nnx.to_pure_dict(part) for part in nnx.state(model, nnx.Param, nnx.Not(nnx.Param)))

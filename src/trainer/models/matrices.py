@@ -70,7 +70,7 @@ def quantized_kernels(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> 
     """
     check_matrices(config)
     found = _matrices(config, "quantization")
-    # Matrices outside of blocks are the output head and the projections of modules. They have one input axis.
+    # The matrices outside of blocks (the output head, and projections of multi-token prediction) have one input axis.
     return {
         name: found[name] if name in found else Kernel(shapes[name][:1], shapes[name][1:], (None, None), name=name)
         for name in quantized_names(config)
@@ -103,7 +103,7 @@ def adapted_names(config: Config) -> list[str]:
     """Returns the canonical names of the matrices with an adapter; [] without LoRA.
 
     Raises:
-      UserError: lora_module_path matches no matrix, or see `matrix_names`.
+      UserError: lora_module_path matches no matrix, or `matrix_names` raises the error.
     """
     if not config.enable_lora:
         return []
@@ -153,8 +153,8 @@ def check_matrices(config: Config) -> None:
     """Checks that the keys for LoRA, quantization and sparsity each select a matrix.
 
     Raises:
-      UserError: one of these keys selects no matrix, a pattern of unquantized_modules matches no matrix, or see
-        `matrix_names` and `masked_kernels`.
+      UserError: one of these keys selects no matrix, a pattern of unquantized_modules matches no matrix, or
+        `matrix_names` or `masked_kernels` raises the error.
     """
     masked_kernels(config)
     adapted_names(config)
@@ -166,7 +166,7 @@ def check_matrices(config: Config) -> None:
 
 def quantized_and_float(config: Config, param_axes: Any) -> tuple[list[str], list[str]]:
     """Returns two lists of canonical names: the matrices whose products are quantized, and the other parameters with
-    at least two axes, such as lookup tables, but without biases. Without `quantization`, both lists are empty.
+    at least two axes (such as lookup tables), except biases. Without `quantization`, both lists are empty.
 
     Args:
       param_axes: the logical axes of the model's parameters.
@@ -176,5 +176,5 @@ def quantized_and_float(config: Config, param_axes: Any) -> tuple[list[str], lis
     quantized, names = quantized_names(config), matrix_names(config)
     axes = {name: [*found[leading(found) :]] for name, found in by_name(param_axes).items()}
     tables = [name for name, found in axes.items() if len(found) > 1 and not name.endswith(("/bias", "_bias"))]
-    stored = tuple(f"{name}/" for name in names)  # prefixes of the parts of matrices in another storage form
+    stored = tuple(f"{name}/" for name in names)  # prefixes of a matrix's parts, if its storage form has several
     return quantized, [name for name in tables if name not in quantized and not name.startswith(stored)]

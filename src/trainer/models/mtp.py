@@ -5,9 +5,10 @@ computes h_k, from which the model's output head predicts token t + k + 1:
 
     h_k = norm(block(projection([norm(embedding of token t + k); norm(h_{k-1})])))
 
-h_0 is the model's hidden states. Each h is the output head's input: the hidden states after the final norm and dropout
-(docs/decisions/0015-multi-token-prediction.md). The block has the same class as the model's last layer. The modules
-share the model's embedding and output head. This file serves NNX and Linen. `ops` explains the letters in shapes.
+h_0 are the model's hidden states. All h_k are hidden states after a final norm and dropout, as the output head reads
+them (docs/decisions/0015-multi-token-prediction.md). The block has the same class as the model's last layer. The
+modules share the model's embedding and output head. The NNX and the Linen model both use this file. `trainer.ops`
+explains the letters in shapes.
 """
 
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from trainer.models.norms import make_norm
 from trainer.ops.dropout import dropout
 from trainer.products.context import Context
 
-MTP = "mtp_block"  # the first component of all module paths
+MTP = "mtp_block"  # the first component of every module's path
 # The names of a module's parts, without the module's prefix, in the order of the forward pass.
 EMBEDDING_NORM, HIDDEN_NORM, PROJECTION = "embedding_norm", "hidden_state_norm", "projection"
 BLOCK, FINAL_NORM = "transformer_layer", "final_norm"
@@ -35,23 +36,24 @@ BLOCK, FINAL_NORM = "transformer_layer", "final_norm"
 EMBEDDING, BEFORE_HEAD = range(2)
 
 Types = tuple[type[nnx.Variable], ...]
-# Maps (k, part name) to a part of module k, which is a callable.
+# Maps (k, part name) to that part of module k. A part is callable.
 Parts = Callable[[int, str], Any]
 
 
 class Ahead(NamedTuple):
-    """The token that module k reads ahead of token t: int [b, t, modules]. The last index is k - 1.
+    """The tokens that the modules read ahead of each token t, and their segments: int [b, t, modules].
 
-    A row may store its tokens in any order, so the model's inputs do not determine these tokens.
+    Module k has index k - 1 on the last axis. The model's inputs do not determine token t + k, because a row may store
+    its tokens in any order.
     """
 
     tokens: jax.Array  # token t + k
-    segments: jax.Array  # the segment of token t if it also contains t's next k tokens, else 0
+    segments: jax.Array  # the segment of token t if the next k tokens are in it, too; else 0
 
 
 def embedded(embed: Callable[[jax.Array], jax.Array], inputs: jax.Array, ahead: Ahead | None) -> tuple[jax.Array, Any]:
-    """Returns the embeddings of `inputs` [b, t] and of `ahead.tokens`: [b, t, e] and [modules, b, t, e]. Without
-    `ahead` the second result is None.
+    """Returns the embeddings of `inputs` [b, t] and of `ahead.tokens`: [b, t, e] and [modules, b, t, e]. If `ahead`
+    is None, so is the second result.
 
     One lookup computes both results, so that the gradient of the table is summed, reduced and stored once.
     """
@@ -93,11 +95,11 @@ def last_block(config: Config) -> tuple[str, MakeBlock]:
 
 
 def make_projection(config: Config, k: int, rngs: nnx.Rngs) -> Dense:
-    """Returns the projection of module `k`. Its input concatenates the embedding and the hidden states."""
+    """Returns the projection of module `k`, which reads the concatenation of an embedding and hidden states."""
     dense = Dense(
         [2 * config.base_emb_dim],
         [config.base_emb_dim],
-        ("embed", "mlp"),  # sharded over the tensor axes, like the residuals that it computes
+        ("embed", "mlp"),  # the output is sharded over the tensor axes, like residuals
         dtype=jnp.dtype(config.dtype),
         weight_dtype=jnp.dtype(config.weight_dtype),
         rngs=rngs,
@@ -139,14 +141,14 @@ def run_mtp(
 ) -> Sown:
     """Runs the modules. Returns the sown values of the modules and their blocks, including `MtpHidden`.
 
-    A token whose segment does not contain its next k tokens is padding for module k and adds no loss there. Module k
-    uses the position of token t instead of t + k. RoPE depends only on position differences, and positions then still
-    start at 0 in each segment.
+    For module k, a token whose segment does not contain the next k tokens is padding and does not contribute to the
+    loss. Module k uses the position of token t, not of token t + k. This changes nothing in RoPE, which depends only on
+    differences between positions, and the positions in a segment still start at 0.
 
     Args:
       run_block: runs one block: `run_block(part(k, BLOCK), x, context, types) -> x, sown`.
-      x_kbte: the embeddings of `ahead.tokens`, with the modules first.
-      hidden_bte: h_0.
+      x_kbte: the embeddings of `ahead.tokens`, [modules, b, t, e].
+      hidden_bte: h_0, the model's hidden states.
       context: the model's context.
     """
     layers, count = sum(stack.layers for stack in stacks(config)), config.mtp_num_layers
@@ -154,8 +156,8 @@ def run_mtp(
     sown: dict[str, dict[str, jax.Array]] = {kind.__name__: {} for kind in types}
     for k in depths(config):
         context = context._replace(segments=ahead.segments[..., k - 1], documents=None)
-        # Layer numbers: first the stacks, then one number for the dropout sites outside of them, then the blocks of the
-        # modules, then the rest of each module.
+        # The order of layer numbers: the layers of the stacks, one number for the dropout sites outside of the stacks,
+        # one for each module's block, and one for the other parts of each module.
         outside = context.at(layers + count + k)
         embedding = jnp.where((context.segments != 0)[..., None], x_kbte[k - 1], 0)
         embedding = dropout(embedding, outside.at(EMBEDDING).key, context.rows, rate)

@@ -25,13 +25,13 @@ from trainer.models.mtp import (
 )
 from trainer.models.patterns import LAYERS, REMAINDER
 
-MODULES = "mtp_num_layers"  # the configuration key
+MODULES = "mtp_num_layers"  # the configuration key for the number of modules
 _MODULE = re.compile(rf"(?:.*/)?{MTP}/mtp_layer_([0-9]+)/")
-# In the order of `Modules.names`.
+# The parameters that correspond to `Modules.names`, in the same order.
 _PARTS = (f"{EMBEDDING_NORM}/scale", f"{HIDDEN_NORM}/scale", f"{PROJECTION}/kernel", f"{FINAL_NORM}/scale")
 # Published weights repeat the model's embedding table and output head in each module.
 _COPIES = {"embed_tokens.weight": "token_embedder/embedding", "shared_head.head.weight": "decoder/logits_dense/kernel"}
-# The names of all module tensors in DeepSeek-V3's layout, with {} for the number of the layer.
+# The tensors that a module has in addition to its block, in DeepSeek-V3's layout. {} is the number of the layer.
 MODULE_TENSORS = tuple(f"{LAYER}{name}" for name in (*(f"{it}.weight" for it in Modules().names), *_COPIES))
 
 
@@ -42,7 +42,8 @@ def module_of(name: str) -> int:
 
 
 def decoder_name(config: Config, name: str) -> str:
-    """Returns the last layer's parameter that corresponds to `name`, if `name` is in a module's block; else `name`."""
+    """Returns the name of the last layer's parameter that corresponds to `name`, a parameter in a module's block. Other
+    names are returned unchanged."""
     own = f"{part_path(module_of(name), BLOCK)}/"
     return f"decoder/{last_block(config)[0]}/{name.removeprefix(own)}" if name.startswith(own) else name
 
@@ -53,7 +54,8 @@ def is_final_norm(name: str) -> bool:
 
 
 def hugging_face_layouts(config: Config, declared: HuggingFace | None = None) -> Mapping[str, Layout]:
-    """Returns the layouts in `declared` (by default, of the family of `config`), and those of the modules."""
+    """Returns the layouts of the model's and the modules' parameters, by canonical name. `declared`: the declaration
+    with the model's layouts, by default that of `config`'s family."""
     hf = declared or hugging_face(config)
     layouts, modules = dict(hf.layouts), hf.mtp
     for stack in stacks(config):
@@ -80,11 +82,11 @@ def rotated_heads(
     """Maps each parameter of `shapes` whose entries RoPE rotates to the number of entries in a head.
 
     Args:
-      why: the reason why entries must be reordered, for messages.
+      why: the reason for reordering entries, for error messages.
       decoder_block: the family whose layouts are used, by default the family of `config`.
 
     Raises:
-      UserError: the family has no layouts, or none for a parameter in a block, such as an adapter.
+      UserError: the family declares no layouts, or no layout for a parameter in a block, such as an adapter.
     """
     if no_effect_of(config, "rope_interleave"):
         return {}
@@ -119,7 +121,10 @@ def hugging_face_copies(config: Config) -> dict[str, str]:
 
 
 def in_other_module(config: Config, how: Modules, tensor: str, modules: int) -> bool:
-    """Returns whether `tensor` belongs to a module of a checkpoint with `modules` modules that `config` lacks."""
+    """Returns whether `tensor` belongs to a module that the model of `config` lacks.
+
+    `modules`: the number of modules in the checkpoint.
+    """
     first, own = config.base_num_decoder_layers - 1, config.mtp_num_layers
     return any(tensor.startswith(how.above.format(first + k)) for k in range(own + 1, modules + 1))
 

@@ -14,11 +14,11 @@ T = TypeVar("T")
 
 
 class Names:
-    """Maps one model's canonical names to common names."""
+    """Maps the canonical names of a model with replacement blocks to common names: the original model's names."""
 
     def __init__(self, table: Mapping[str, str]):
-        """`table` maps this model's path of a parameter, or a common prefix of several paths, to the common path:
-        {"decoder/layers/qkv": "decoder/layers/c_attn"}."""
+        """`table` maps paths in this model to common paths, as in {"decoder/layers/qkv": "decoder/layers/c_attn"}. A
+        path is a parameter's name, or a prefix that several names share."""
         self._table = dict(table)
 
     def inverse(self) -> "Names":
@@ -26,14 +26,14 @@ class Names:
         return Names({other: own for own, other in self._table.items()})
 
     def common(self, name: str) -> str:
-        """Returns the common name of a parameter, or of an array named after one, such as its moment `.../mu/NAME`."""
+        """Returns the common name for `name`: a parameter's name, or a name that contains it, as `.../mu/NAME` does."""
         for own, other in self._table.items():
             if (start := f"/{name}/".find(f"/{own}/")) >= 0:
                 return name[:start] + other + name[start + len(own) :]
         return name
 
     def of(self, arrays: Mapping[str, T]) -> dict[str, T]:
-        """Returns `arrays` under common names."""
+        """Returns `arrays`, whose keys are this model's names, with common names as keys."""
         return {self.common(name): array for name, array in arrays.items()}
 
     def unused(self, names: Iterable[str]) -> list[str]:
@@ -42,7 +42,7 @@ class Names:
         return [path for path in self._table if not any(name.startswith(f"{path}/") for name in names)]
 
     def shaped(self, arrays: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns `arrays`, given by common names, with renamed arrays reshaped to the shapes of `like`.
+        """Returns `arrays`, whose keys are common names, after reshaping renamed arrays to their shapes in `like`.
 
         The shapes may differ because a block may merge axes, such as heads and head_dim for a plain matrix product.
         """
@@ -58,8 +58,8 @@ class Names:
 
 
 def renamed(node: Any, names: Names) -> Any:
-    """Returns `node` with common names in its decoders. `node` contains trees of parameters, such as a `TrainTree` or
-    an optax state."""
+    """Returns `node`, a tree that contains trees of parameters, with common names in each parameter tree. Examples are
+    a `TrainTree` and an optax state."""
     if isinstance(node, dict):
         if not isinstance(node.get("decoder"), dict):
             return {key: renamed(value, names) for key, value in node.items()}
@@ -72,7 +72,7 @@ def renamed(node: Any, names: Names) -> Any:
 
 
 def names_of_blocks(config: Config) -> Names:
-    """Returns the names in the blocks of `config`, from the optional `PARAMETER_NAMES` of their classes."""
+    """Returns the map for the model of `config`, from the attribute `PARAMETER_NAMES` that a block's class may have."""
     table: dict[str, str] = {}
     for stack in stacks(config):
         for block, path in zip(stack.blocks, stack.paths, strict=True):

@@ -7,16 +7,17 @@ from trainer.models.families import family
 from trainer.models.mtp import module_path
 from trainer.models.mtp_names import decoder_name, module_of
 
-_PRODUCT = "/product/"  # the part of a name that marks the parameters of a product (`products.MakeProduct`)
+_PRODUCT = "/product/"  # in the names of a product's parameters (`products.MakeProduct`)
 
 
 def optional_group(config: Config, name: str) -> str:
-    """Returns the path of the optional group that contains the canonical parameter `name`; "" if it is required.
+    """Returns the path of the optional group that contains the canonical parameter `name`; "" if `name` is required.
 
     A checkpoint has all parameters of an optional group or none. The optional groups are
-    - the parameters below a path that the family declares (`Family.optional`), also in multi-token prediction modules;
-    - the parameters of one product, such as an adapter;
-    - a module of multi-token prediction.
+    - the parameters below each path in `Family.optional`, in layers and in the blocks of multi-token prediction
+      modules;
+    - the parameters that implement one matrix's product, such as an adapter;
+    - the other parameters of a multi-token prediction module.
     """
     in_decoder = decoder_name(config, name)
     for path in family(config.decoder_block).optional:
@@ -32,7 +33,8 @@ def lacking(
 ) -> dict[str, list[str]]:
     """Maps the path of each optional group that a checkpoint lacks entirely to the names of the group's parameters.
 
-    A group that is partly in the checkpoint is not returned, because its missing parameters are an error.
+    The map does not contain groups of which a checkpoint has a part. The caller must treat their missing parameters as
+    required.
 
     Args:
       names: the canonical names of the model's parameters.

@@ -13,7 +13,7 @@ LAYERS, REMAINDER = "layers", "layers_remainder"
 
 
 def repeated(blocks: Sequence[MakeBlock], layers: int) -> list[Stack]:
-    """Returns the stacks of `layers` layers that repeat `blocks`: first the whole repetitions, then the rest."""
+    """Returns two stacks with `layers` layers, which repeat `blocks`: the complete repetitions, and the remainder."""
     count, rest = divmod(layers, len(blocks))
     return [Stack(LAYERS, tuple(blocks), count), Stack(REMAINDER, tuple(blocks[:rest]), 1)]
 
@@ -25,18 +25,20 @@ def alternating(block: MakeBlock, config: Config) -> list[Stack]:
 
 
 def other_period(config: Config, period: int) -> list[str]:
-    """Returns why MaxText cannot compute the layers; [] if every `period`-th layer has no window, as in MaxText."""
+    """Returns why MaxText cannot compute the layers; [] if, as in MaxText, every `period`-th layer has no window."""
     every = config.sliding_window_pattern
     return [] if every == period else [f"sliding_window_pattern={every}: MaxText always uses {period}"]
 
 
 def rotated(every: int, layers: int) -> list[int]:
-    """Returns config.json's `no_rope_layers`: 0 for every n-th layer, 1 for the others. `every`: n; -1: all are 1."""
+    """Returns config.json's `no_rope_layers`: 0 for each layer without RoPE (every n-th), 1 for the other layers.
+    `every`: n; -1: all layers have RoPE."""
     return [int(every == -1 or (i + 1) % every != 0) for i in range(layers)]
 
 
 def read_unrotated(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
-    """Returns `nope_layer_interval`. `no_rope_layers` overrides the interval, as in transformers."""
+    """Reads `nope_layer_interval`; see `HuggingFace.read`. As in transformers, `no_rope_layers` overrides
+    `no_rope_layer_interval`."""
     every, given = said["no_rope_layer_interval"], said.get("no_rope_layers")
     if given is None:
         return {"nope_layer_interval": every}

@@ -24,7 +24,7 @@ ROUTER, HEAD, MTP = (
 
 
 def quantization_rules(config: Config) -> Rules:
-    """Returns the rules for the matrices of a model; () if nothing is quantized."""
+    """Returns the product rules for the matrices of a model; () if nothing is quantized."""
     if not config.quantization:
         return ()
     layers, head = _makers(config)
@@ -52,7 +52,7 @@ def storage_of(config: Config) -> Storage:
 
 
 def _recipes(config: Config) -> tuple[Recipe, Recipe]:
-    """Returns the recipes of the layers and of the output head."""
+    """Returns the quantization recipes of the layers and of the output head."""
     name, backward = config.quantization, config.bwd_quantization_calibration_method
     of_weight = config.drhs_grad_quantization_calibration_method or backward
     methods = config.act_quantization_calibration_method, config.weight_quantization_calibration_method
@@ -69,7 +69,7 @@ def _recipes(config: Config) -> tuple[Recipe, Recipe]:
 
 
 def is_quantized(make: MakeProduct | None) -> bool:
-    """Returns whether `make`, a rule's maker of products, makes quantized products."""
+    """Returns whether `make`, the function that a rule selects, makes quantized products."""
     return isinstance(make, functools.partial) and make.func in (quantized, dequantized)
 
 
@@ -79,10 +79,10 @@ def named(pattern: str) -> str:
 
 
 def check_unquantized(config: Config, names: Sequence[str]) -> None:
-    """Refuses patterns of unquantized_modules that match none of the matrices `names`.
+    """Refuses patterns of unquantized_modules that match no matrix. `names`: the canonical names of all matrices.
 
     Raises:
-      UserError: patterns match nothing; the message lists them.
+      UserError: a pattern matches no matrix. The message lists all such patterns.
     """
     patterns = config.unquantized_modules if config.quantization else ()
     whole = [*map(whole_name, names)]

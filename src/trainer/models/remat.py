@@ -12,8 +12,8 @@ from trainer.models.families import family
 def remat_policy(config: Config, stage: bool = False) -> Policy | None:
     """Returns the policy that determines what a checkpointed block saves, or None if no block is checkpointed.
 
-    `stage`: whether the policy is for an iteration of a pipeline stage. Such a policy also saves the inputs of the
-    stage's blocks. See `layers.remat.make_policy`.
+    `stage`: whether the policy is for an iteration of a pipeline stage, which runs several blocks, rather than for one
+    block; see `layers.remat.make_policy`.
 
     Raises:
       UserError: `config` names tensors that the family does not declare; the message lists these tensors.
@@ -29,7 +29,8 @@ def check_offload(config: Config, memory_kinds: Iterable[str]) -> None:
       memory_kinds: the kinds of memory that a device of the mesh can address (`device.addressable_memories()`).
 
     Raises:
-      UserError: there is no pinned host memory; the message names the offloaded tensors and an alternative.
+      UserError: `config` offloads tensors, but the devices have no pinned host memory. The message names the offloaded
+        tensors and an alternative.
     """
     kinds = sorted(set(memory_kinds))
     tensors = offloaded(config.remat_policy, _choices(config), family(config.decoder_block).projections)

@@ -1,4 +1,4 @@
-"""N:M weight sparsity: which products of a model have masked kernels."""
+"""N:M weight sparsity: selects the matrices of a model that are masked."""
 
 import functools
 import re
@@ -18,7 +18,7 @@ def is_masked(name: str) -> bool:
 
 
 def with_masks(config: Config, rules: Rules) -> Rules:
-    """Returns `rules` with a mask added to the product of each masked matrix; without sparsity, `rules` unchanged."""
+    """Returns `rules` with a mask added to the product of each masked matrix. Without sparsity, returns `rules`."""
     if config.weight_sparsity_n is None:
         return rules
     return [

@@ -31,8 +31,8 @@ def in_stages(config: Config, found: Sequence[Stack]) -> tuple[Stack, ...]:
     layers of this stack that stay outside of the pipeline become a separate stack after it.
 
     Raises:
-      UserError: the numbers of stages, repeats, layers per stage and layers do not fit together; the message names the
-        nearest fitting numbers.
+      UserError: the numbers of layers, stages, repeats and layers per stage do not fit together; the message suggests
+        the nearest numbers that do.
     """
     if stages(config) == 1:
         return tuple(found)
@@ -96,7 +96,7 @@ def _pipelined(config: Config, stack: Stack) -> int:
 
 
 def _fitting(layers: int, asked: int, here: int, per_stage: int, repeats: int, period: int) -> list[str]:
-    """Returns alternative settings, each of which makes the pipeline fit."""
+    """Returns alternative settings. Each of them, applied alone, makes the numbers fit together."""
     found = []
     unit = here * per_stage * max(repeats, 1)
     if repeats > 0 and unit <= layers:
@@ -116,7 +116,7 @@ def _fitting(layers: int, asked: int, here: int, per_stage: int, repeats: int, p
 
 
 def _sizes(asked: int, here: int, repeats: int, period: int) -> list[int]:
-    """Returns the numbers of layers per stage that fit."""
+    """Returns the numbers of layers per stage with which `asked` layers fit into `here` stages."""
     each = asked // here if asked % here == 0 else 0
     return [n for n in range(period, each + 1, period) if each % n == 0 and repeats in (-1, each // n)]
 
@@ -147,8 +147,8 @@ def divided(plan: Pipeline, whole: Any, before: int = 0) -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class Division:
-    """How a pipeline divides the layers of a stack into two stacks: the layers inside, and any layers outside. In
-    checkpoints, the layers of both stacks are one stack, with the name of `inside`."""
+    """How the layers of a stack are divided into two stacks: the layers inside of a pipeline, and any layers outside.
+    Checkpoints store the layers of both stacks as one stack with the name of `inside`."""
 
     inside: Stack
     outside: Stack | None
@@ -160,8 +160,8 @@ class Division:
         return self.inside.pipeline
 
     def to_layers(self, tree: Any, join: Callable[..., Any]) -> Any:
-        """Returns `tree` with the two stacks replaced by one, whose leaves are `join(inside[, outside])`. `tree`: any
-        pytree with canonical parameter names."""
+        """Returns `tree` with the two stacks replaced by one. `join(leaf inside[, leaf outside])` returns its leaves.
+        `tree`: any pytree with canonical parameter names."""
 
         def one(decoder: dict[str, Any]) -> dict[str, Any]:
             rest = dict(decoder)
@@ -171,15 +171,16 @@ class Division:
         return self._in_decoders(one, tree)
 
     def to_stages(self, tree: Any, divide: Callable[..., tuple[Any, Any]], *like: Any) -> Any:
-        """Inverts `to_layers`. `divide(leaf[, inside[, outside]])` returns the two parts of a leaf; the second and
-        third argument are the corresponding leaves of `like`, a tree with the structure of the result."""
+        """Inverts `to_layers`. `divide(leaf)` returns the two parts of a leaf. If a tree `like` with the structure of
+        the result is given, `divide` also receives the corresponding leaves of `like`, one for each of the two
+        stacks."""
 
         def one(decoder: dict[str, Any], *wanted: dict[str, Any]) -> dict[str, Any]:
             rest = dict(decoder)
             whole = rest.pop(self.inside.name)
             stacks = [stack.name for stack in (self.inside, self.outside) if stack is not None]
             below = [of[name] for of in wanted for name in stacks]
-            structure: Any  # a PyTreeDef; its stubs lack unflatten
+            structure: Any  # a PyTreeDef, but JAX's type stubs lack its method unflatten
             leaves, structure = jax.tree.flatten(whole)
             pairs = map(divide, leaves, *map(structure.flatten_up_to, below))
             parts = zip(*pairs, strict=True)
@@ -209,7 +210,7 @@ def division(stacks: Sequence[Stack]) -> Division | None:
 
 
 def to_layers(stacks: Sequence[Stack], tree: T) -> T:
-    """Returns `tree` with the layers of the pipelined stack in one leading axis, as without a pipeline. `tree`: any
+    """Returns `tree` with the layers of the pipelined stack along one leading axis, as without a pipeline. `tree`: any
     pytree with canonical names. Call this under jit or, for shapes, under `jax.eval_shape`."""
     found = division(stacks)
     return tree if found is None else found.to_layers(tree, functools.partial(joined, found.plan))
@@ -222,7 +223,7 @@ def to_stages(stacks: Sequence[Stack], tree: T) -> T:
 
 
 def named_by_layer(stacks: Sequence[Stack], values: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns sown values by path, with the layers of a pipeline in one leading axis."""
+    """Returns sown values by path, with the layers of a pipelined stack along one leading axis."""
     found = division(stacks)
     if found is None:
         return dict(values)

@@ -26,7 +26,7 @@ from trainer.ops.dropout import dropout
 from trainer.ops.multiplied import multiplied
 from trainer.products.context import Context
 
-# Dropout sites outside of the blocks. Their keys are derived as if there were one more layer after the last.
+# Dropout sites outside of the blocks. Their PRNG keys are derived as if they were in an additional last layer.
 EMBEDDING, BEFORE_HEAD = range(2)
 
 
@@ -59,7 +59,7 @@ def make_embedder(config: Config, rngs: nnx.Rngs) -> Embed:
 
 
 def make_position_embedder(config: Config, rngs: nnx.Rngs) -> PositionEmbed:
-    """Makes the table of position embeddings, for a model with `learned_positions`."""
+    """Makes the table of learned position embeddings."""
     return PositionEmbed(
         config.trainable_position_size,
         config.base_emb_dim,
@@ -77,7 +77,7 @@ def learned_positions(config: Config) -> bool:
 def head_matrix(config: Config) -> tuple[str, ...]:
     """Returns the canonical path of the matrix of the output head.
 
-    The head reads only this parameter and the parameters stored next to it, such as a product's parameters.
+    The head reads only this parameter and any parameters that its product (`trainer.products`) stores next to it.
     """
     if config.logits_via_embedding:
         return ("token_embedder", "embedding")
@@ -118,7 +118,7 @@ def first_input(config: Config, x_bte: jax.Array, positions: Callable[[], Any], 
 
 
 def make_context(config: Config, cache: Cache | None, positions: jax.Array, segments: jax.Array, *rest: Any) -> Context:
-    """Returns the context of the decoder. `rest`: further fields of `Context`, up to `ranks`."""
+    """Returns the context of the decoder. `rest`: the fields of `Context` from `rows` up to `ranks`."""
     context, most = Context(positions, segments, *rest), None
     if cache is None:
         most = read_documents(config, sharding.capability_of_mesh())
@@ -160,7 +160,7 @@ class Decoder(nnx.Module):
 
     @classmethod
     def make_block(cls, config: Config, block: MakeBlock, path: str, rngs: nnx.Rngs) -> Any:
-        """Makes a block that belongs to no stack and has the canonical name `path`."""
+        """Makes a block that belongs to no stack. `path`: its canonical name."""
         return with_products(config, path, block(config, rngs), rngs)
 
     def run_block(self, held: Any, x: jax.Array, context: Context, types: Types) -> tuple[jax.Array, Sown]:
@@ -168,7 +168,7 @@ class Decoder(nnx.Module):
         return run_module(held, x, context, types, remat_policy(self.config))
 
     def run_layers(self, x: jax.Array, cache: Cache | None, context: Context, types: Types) -> tuple[Any, Any, Sown]:
-        """Runs the stacks. Returns the last block's x, the cache, and the sown values."""
+        """Runs the stacks. Returns the last block's output, the cache, and the sown values."""
         config = self.config
 
         def run(loop: Loop, x: jax.Array, entries: Any) -> tuple[Any, Any, Sown]:
@@ -189,8 +189,8 @@ class Decoder(nnx.Module):
 def run_stacks(
     config: Config, run: Callable[..., Any], x: jax.Array, cache: Cache | None, context: Context, types: Types
 ) -> tuple[jax.Array, Cache | None, Sown]:
-    """Calls `run(loop, x, entries)` for each stack of the decoder in order; see `layers.run.run_stack`. Returns the
-    last stack's x, the cache, and the sown values."""
+    """Calls `run(loop, x, entries)` for each stack of the decoder in order, where `entries` is the stack's cache; see
+    `layers.run.run_stack`. Returns the last stack's output, the cache, and the sown values."""
     entries, first = {}, 0
     sown: dict[str, dict[str, jax.Array]] = {variable_type.__name__: {} for variable_type in types}
     for stack in stacks(config):
@@ -212,7 +212,7 @@ def _sow_all(module: nnx.Module, types: Types, sown: Sown) -> None:
 class Transformer(nnx.Module):
     """A decoder-only language model.
 
-    `decoder` is the class of its decoder; another class must have the same parameters.
+    `decoder`: the class of its decoder. A class other than `Decoder` must have the same parameters as `Decoder`.
     """
 
     def __init__(self, config: Config, rngs: nnx.Rngs, decoder: type[Decoder] = Decoder):
@@ -243,8 +243,8 @@ class Transformer(nnx.Module):
           row: int [b], each row's index in the global batch.
           cache: the cache of earlier positions (`models.caches.init_cache`), or None.
           key: dropout key of this step, or None for no dropout.
-          types: sown types that the caller captures.
-          sampled, ranks: see `products.Context`.
+          types: the types of sown values that the caller captures.
+          sampled, ranks: see `products.context.Context`.
           ahead: the input of the multi-token prediction modules; None: these modules do not run.
         """
         x, further = embedded(self.token_embedder, inputs, ahead)

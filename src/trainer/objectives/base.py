@@ -13,7 +13,7 @@ Batch = Mapping[str, jax.Array]
 
 
 class Field(NamedTuple):
-    """The declaration of a batch array: the size of each axis ("rows", "length" or a number), and the dtype."""
+    """The declaration of an array of a batch: the size of each axis ("rows", "length" or a number), and the dtype."""
 
     shape: tuple[str | int, ...] = ("rows", "length")
     dtype: str = "int32"
@@ -31,12 +31,12 @@ class Mean(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """The divisors of a batch, known before its terms are summed.
+    """The divisors of the sums over a batch. They are computed before the sums.
 
     Attributes:
-      terms: the divisor of each sum by name, with the same shape as the sum.
-      tokens: the number of loss-bearing tokens, int32 []. It is 0 if and only if the divisors are 0; such a batch makes
-        no update.
+      terms: the divisor of each sum, by the name of the sum and with the same shape.
+      tokens: the number of tokens that contribute to the loss, int32 []. A batch with 0 such tokens makes no update. In
+        any other batch, the divisors of the minimized sums must be positive.
     """
 
     terms: dict[str, jax.Array]
@@ -48,10 +48,10 @@ class Evaluation(NamedTuple):
 
     Attributes:
       tokens: as in `Weights`.
-      loss: `eval_loss`, which also selects the best checkpoints.
-      cross_entropy: nats per loss-bearing token, that is, per token of `targets` whose `targets_segmentation` is not 0.
-        Used for perplexity and bits per byte. None if the objective has no cross entropy; a batch then does not need
-        these two fields.
+      loss: reported as eval_loss, which also selects the best checkpoints.
+      cross_entropy: the cross entropy of the batch field `targets`, in nats per token whose `targets_segmentation` is
+        not 0. Used for perplexity and bits per byte. None if the objective has no cross entropy; its batches need not
+        have these two fields.
       others: additional means by name, reported as eval_NAME.
     """
 
@@ -62,14 +62,14 @@ class Evaluation(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Sums over a batch or a microbatch, float32 by name, and sown values.
+    """Sums over a batch or a microbatch, in float32 and by name, and sown values.
 
-    A sum is a scalar, or an array [n] of n parts. Each part is divided by the weight for that part, and the term is the
-    sum of the quotients.
+    A sum is a scalar or an array of n parts, [n]. Each part is divided by its element of the weight, which is also [n].
+    The term is the sum of the quotients.
     """
 
-    minimized: dict[str, jax.Array]  # each is divided by its weight; the loss is the sum of the quotients
-    measured: dict[str, jax.Array]  # also divided by their weights, but only reported
+    minimized: dict[str, jax.Array]  # each sum is divided by its weight; the loss is the sum of the quotients
+    measured: dict[str, jax.Array]  # also divided by their weights, but reported and not minimized
     sown: Sown
 
 
@@ -85,7 +85,7 @@ class Frozen(NamedTuple):
       place: the configuration key for the folder with a teacher's weights (`weights.teacher_files`); "": the arrays are
         not a teacher's.
       on_host: whether the arrays are stored in host memory.
-      flops: the additional FLOPs per token of a step that these arrays require.
+      flops: the FLOPs per token that the use of these arrays adds to a step.
     """
 
     abstract: Any
@@ -103,24 +103,25 @@ class Objective(Protocol):
     how a batch is split into microbatches.
 
     One term name is reserved: `lm_loss` is the cross entropy of the next token in nats, weighted by the number of
-    loss-bearing tokens. The term is optional; if it exists, perplexity is reported.
+    tokens that contribute to the loss. The term is optional; if it exists, perplexity is reported.
 
-    An objective that reads arrays in addition to the train state has an attribute `frozen`, a `Frozen`. Its methods
-    `sums` and `evaluation` then receive these arrays as the keyword argument `frozen`.
+    An objective that reads arrays in addition to the train state has an attribute `frozen` of type `Frozen`. Its
+    methods `sums` and `evaluation` then receive these arrays as the keyword argument `frozen`.
 
     If the attribute `of_step` is true, `sums` receives the number of completed updates, int32 [], as the keyword
     argument `step`. Outside of training, `step` is None.
 
     An objective may read arrays that are derived from a batch and depend on the order of its tokens. The attribute
     `derived` declares these arrays in the format of `fields`, and the method `prepare(batch) -> batch` adds them.
-    `prepare` runs on the host, on this process's whole rows, because on devices the tokens of a row may be reordered.
+    `prepare` runs on the host and receives the whole rows of this process, because on devices the tokens of a row may
+    be reordered.
 
     If evaluation does not read all fields, the attribute `unevaluated` declares the unread ones in the format of
-    `fields`. They are zeros in evaluation batches.
+    `fields`. In evaluation batches, the unread arrays contain zeros.
 
     The keys `z_loss_multiplier`, `label_smoothing` and `mtp_num_layers` add terms to the next-token loss. The attribute
-    `reads` lists those keys that the objective supports; the others are refused if they are set (`unread`). The
-    objective's class must define `reads` itself: an inherited `reads` is ignored.
+    `reads` lists the keys among these that the objective supports; the others are refused if they are set (`unread`).
+    The objective's class must define `reads` itself: an inherited `reads` is ignored.
 
     An objective may report maxima over the tokens of a batch: the attribute `maxima` lists their names, and `sums`
     returns their values as sown values of type `layers.sown.Maximum`.
@@ -155,7 +156,7 @@ class Objective(Protocol):
 
 
 def frozen_of(objective: Objective) -> Frozen | None:
-    """Returns the arrays that `objective` reads in addition to the train state; None if there are none."""
+    """Returns the declaration of the arrays that `objective` reads in addition to the train state, or None."""
     return getattr(objective, "frozen", None)
 
 
@@ -184,12 +185,12 @@ def unread(objective: Objective, config: Config) -> list[str]:
 
 
 def derived_of(objective: Objective) -> Mapping[str, Field]:
-    """Returns the arrays that `prepared` adds to a batch of `objective`."""
+    """Returns the declarations of the arrays that `prepared` adds to a batch of `objective`."""
     return getattr(objective, "derived", {})
 
 
 def unevaluated_of(objective: Objective) -> Mapping[str, Field]:
-    """Returns the fields of `objective` that evaluation does not read."""
+    """Returns the declarations of the fields of `objective` that evaluation does not read."""
     return getattr(objective, "unevaluated", {})
 
 
@@ -204,15 +205,15 @@ def of_step(objective: Objective) -> bool:
 
 
 def frozen_argument(objective: Objective, frozen: Any) -> dict[str, Any]:
-    """Returns the keyword argument `frozen` of the methods of `objective`; {} if it declares no such arrays."""
+    """Returns the keyword argument `frozen` for the methods of `objective`; {} if it declares no `frozen`."""
     return {} if frozen_of(objective) is None else {"frozen": frozen}
 
 
 def batch_fields(objective: Objective) -> dict[str, Field]:
-    """Returns the declarations of all arrays that the source makes for a batch of `objective`, by name."""
+    """Returns the declarations of all arrays that a data source produces in a batch for `objective`, by name."""
     return {**objective.fields, **ROW}
 
 
 def placed_fields(objective: Objective) -> dict[str, Field]:
-    """Returns the declarations of all batch arrays on devices, by name, including the arrays that `prepared` adds."""
+    """Returns the declarations of all arrays of a batch on devices, by name, including those that `prepared` adds."""
     return {**batch_fields(objective), **derived_of(objective)}

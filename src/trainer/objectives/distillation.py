@@ -1,6 +1,6 @@
 """Distillation: the student learns the teacher's distribution over the next token, in addition to the labels.
 
-Shapes: b rows, t tokens of a row, v tokens of a vocabulary.
+Shapes: b rows, t tokens of a row, v tokens of a vocabulary, e the width of hidden states.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,8 @@ from trainer.ops.losses import cross_entropy
 
 PARAMS, REST = "params", "rest"  # the two parts of the teacher's arrays
 TEMPERATURE = "temperature"
-KNOWN = "teacher_knows"  # the derived field: 1 if the teacher has this token and all earlier ones of the segment
+# A derived field (see `Objective`): 1 if the teacher's vocabulary has this token and all earlier ones of its segment.
+KNOWN = "teacher_knows"
 
 
 class Schedule(NamedTuple):
@@ -49,8 +50,9 @@ class Teacher(NamedTuple):
       config: the teacher's resolved configuration.
       apply: `backends.Model.apply`.
       frozen: the teacher's arrays, {PARAMS: ..., REST: ...}.
-      tokens: the number of leading tokens that both vocabularies share. Divergences are computed over these tokens.
-      tiling: the tiling for the teacher's head; None without tiles.
+      tokens: the number of tokens that the vocabularies share; these are the first tokens of both. Divergences are
+        computed over these tokens.
+      tiling: the tiling of the teacher's head; None: no tiling.
     """
 
     config: Config
@@ -66,7 +68,8 @@ class Teacher(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """Values of each token, float32 [b, t]. `teacher_nll` is None if the teacher's normalizer is unknown."""
+    """Values of each token, float32 [b, t]. `teacher_nll`: the teacher's -log p(target) at temperature 1; None if the
+    normalizer of the teacher's softmax is unknown."""
 
     divergence: jax.Array
     teacher_nll: jax.Array | None
@@ -76,16 +79,18 @@ class Compared(NamedTuple):
 class Distillation(NextToken):
     """A divergence from the teacher, mixed with the next-token loss. See `Objective`.
 
-    With the mixing weight a = `alpha` and the temperature T, the minimized terms are means over loss-bearing tokens:
-      distill_loss: a T^2 D, where D is the divergence of softmax(logits / T) of both models. The gradient of D with
-        respect to the logits is proportional to 1 / T^2 at high temperatures (Hinton et al. 2015, arXiv:1503.02531).
+    Let a be the mixing weight (`alpha`) and T the temperature. The minimized terms are means over the tokens that
+    contribute to the loss:
+      distill_loss: a T^2 D, where D is the divergence between the distributions softmax(logits / T) of the two models.
+        The factor T^2 compensates for the gradient of D with respect to the logits, which is proportional to 1 / T^2 at
+        high temperatures (Hinton et al. 2015, arXiv:1503.02531).
       label_loss, label_smoothing_loss: (1 - a) times lm_loss and label_smoothing_loss of `NextToken`.
       z_loss: as in `NextToken`.
     The measured terms are lm_loss, divergence (D), and teacher_lm_loss, the teacher's cross entropy at temperature 1.
 
     The teacher has no dropout. If the student has tokens that the teacher lacks, D is 0 from the first such token of a
-    segment to the segment's end, because the teacher cannot read the text. Multi-token prediction modules learn
-    from the labels alone.
+    segment to the segment's end, because the teacher cannot read the text from this token on. Multi-token prediction
+    modules learn from the labels alone.
     """
 
     teacher: Teacher
@@ -94,7 +99,7 @@ class Distillation(NextToken):
     temperature: Schedule
     vocab_size: int  # the size of the student's vocabulary
 
-    compared: ClassVar[tuple[str, ...]] = ("targets",)  # fields of a batch that the comparison reads
+    compared: ClassVar[tuple[str, ...]] = ("targets",)  # the batch fields that `_compared` reads
 
     @property
     def frozen(self) -> Frozen:
@@ -164,17 +169,18 @@ class Distillation(NextToken):
 
     def _tokens(self, batch: Batch, temperature: Any) -> dict[str, jax.Array]:
         """Returns the arrays that `_compared` reads."""
-        # An array, because the temperature may be a traced value, which the tiles' backward pass cannot close over.
+        # The temperature is an array [b, t] like the other tokens' values, because it may be a traced value, which the
+        # backward pass of the tiles cannot close over.
         temperature_bt = jnp.broadcast_to(jnp.float32(temperature), batch["targets"].shape)
         return {name: batch[name] for name in self.compared} | {TEMPERATURE: temperature_bt}
 
     def _compared(self, student: jax.Array, logits: jax.Array, tokens: Batch) -> Compared:
-        # Only the logits are kept for the backward pass.
+        # The checkpoint keeps only its inputs for the backward pass.
         divergence = jax.checkpoint(self._divergence)(student, logits, tokens)
         return Compared(divergence, cross_entropy(logits, tokens["targets"])[0])
 
     def _divergence(self, student: jax.Array, teacher: jax.Array, tokens: Batch) -> jax.Array:
-        """Returns the divergence at each token. `tokens`: the fields in `compared`, and the temperature."""
+        """Returns the divergence at each token. `tokens`: the arrays from `_tokens`."""
         tempered = (logits.astype(jnp.float32) / tokens[TEMPERATURE][..., None] for logits in (student, teacher))
         student, teacher = first_tokens(self.teacher.tokens, *tempered)
         return self._of_logits(student, teacher, tokens)
@@ -184,13 +190,13 @@ class Distillation(NextToken):
         return self.divergence(student, teacher)
 
     def _known(self, batch: Batch) -> jax.Array:
-        """Returns whether a token bears loss and has a divergence, bool [b, t]."""
+        """Returns whether each token contributes to the loss and has a divergence, bool [b, t]."""
         bears_loss = self._bears_loss(batch)
         return bears_loss & (batch[KNOWN] != 0) if self.derived else bears_loss
 
     def _in_both(self, batch: Batch) -> jax.Array:
-        """Returns whether a target bears loss, is in both vocabularies, and follows text that the teacher can read,
-        bool [b, t]."""
+        """Returns whether each target contributes to the loss, is in both vocabularies, and follows text that the
+        teacher can read, bool [b, t]."""
         return Distillation._known(self, batch) & (batch["targets"] < self.teacher.tokens)
 
     def _bears_loss(self, batch: Batch) -> jax.Array:

@@ -13,12 +13,12 @@ from trainer.objectives.base import Batch
 from trainer.objectives.tiling import Tiling, in_tiles
 from trainer.ops.losses import cross_entropy, tempered
 
-AHEAD = "mtp_inputs", "mtp_inputs_segmentation"  # the batch fields of a `models.mtp.Ahead`
-Apply = Callable[..., tuple[Any, Sown, Any]]  # `backends.Model.apply`
+AHEAD = "mtp_inputs", "mtp_inputs_segmentation"  # the batch fields that form a `models.mtp.Ahead`
+Apply = Callable[..., tuple[Any, Sown, Any]]  # the type of `backends.Model.apply`
 
 
 def ahead_of(batch: Batch) -> Ahead | None:
-    """Returns the fields of `batch` that multi-token prediction modules read; None if the batch lacks them."""
+    """Returns the fields of `batch` that multi-token prediction modules read; None if `batch` lacks these fields."""
     return Ahead(*(batch[name] for name in AHEAD)) if AHEAD[0] in batch else None
 
 
@@ -31,7 +31,7 @@ def hidden_states(
     capture: tuple[type[nnx.Variable], ...],
     sampled: jax.Array | None = None,
 ) -> tuple[jax.Array, Sown]:
-    """Returns the hidden states [b, t, e] of the inputs of `batch`, and the sown values of `capture`.
+    """Returns the hidden states [b, t, e] of the inputs of `batch`, and the sown values of the types in `capture`.
 
     With `MtpHidden` in `capture`, the multi-token prediction modules run. `key` is for dropout. `sampled`: whether
     update rules read sown values in this step (`products.Context`).
@@ -53,16 +53,16 @@ class TokenLogProbs(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """A function that compares the trained model's logits with those of another model, which has no gradients. Without
-    another model, it is a function of the trained model's logits alone.
+    """A function that compares the trained model's logits with the logits of another model, which receives no
+    gradients. The other model is optional.
 
     Attributes:
       compare: maps the trained model's logits [b, t, v], the other model's logits [b, t, w] and `tokens` to a pytree of
-        arrays [b, t]. Without another model, its second argument is None.
+        arrays [b, t]. The second argument is None if there is no other model.
       tokens: a pytree of arrays [b, t, ...] that `compare` reads.
-      apply, params, rest: the other model; `apply` is None without one.
+      apply, params, rest: the other model; `apply` is None if there is no other model.
       hidden_bte: the other model's hidden states.
-      tiling: the tiling for the other model's head; None without tiles.
+      tiling: the tiling of the other model's head; None: no tiling.
     """
 
     compare: Callable[..., Any]
@@ -89,9 +89,9 @@ def target_log_probs(
 ) -> TokenLogProbs:
     """Returns the head's `TokenLogProbs` for `target_bt`, from the hidden states.
 
-    The log-probabilities are computed in float32 from logits in the model's dtype, divided by `temperature`. With
-    `tiling`, the logits of only one tile exist at a time. `mean`, `best`: whether to compute these fields. `other`
-    computes the field `compared`, from logits that are not divided by `temperature`.
+    The head's logits have the model's dtype. They are divided by `temperature`, and the log-probabilities are computed
+    from the quotients, in float32. With `tiling`, the logits of only one tile exist at a time. `mean`, `best`: whether
+    to compute these fields. `other` computes the field `compared`, from logits that are not divided by `temperature`.
     """
 
     def values(params: Any, rest: Any, hidden_bte: jax.Array, tokens: Any, *models: Any) -> TokenLogProbs:

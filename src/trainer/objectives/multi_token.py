@@ -1,4 +1,5 @@
-"""Multi-token prediction: the loss of the next token and of the tokens after it (DeepSeek-V3, arXiv:2412.19437, 2.2).
+"""Multi-token prediction: the loss of the next token and of the tokens after it (DeepSeek-V3, arXiv:2412.19437,
+section 2.2).
 
 At token t, module k predicts token t + k + 1 from the module's hidden states (`models.mtp`) with the model's head.
 """
@@ -24,13 +25,14 @@ TARGETS, SEGMENTS = "mtp_targets", "mtp_targets_segmentation"
 
 @dataclass(frozen=True)
 class MultiToken:
-    """The terms of `next_token`, and a module term for each of them: mtp_loss, mtp_z_loss, ... See `Objective`.
+    """The terms of the objective `next_token`, and for each a term of the multi-token prediction modules: mtp_loss,
+    mtp_z_loss, ... See `Objective`.
 
-    For a module term, each of the `modules` modules has a mean over the tokens that it predicts. The term is `scale`
-    times the mean of these means. The sums and the weight of a module term are arrays [modules].
+    To compute such a module term, each of the `modules` modules averages the term over the tokens that the module
+    predicts. The module term is `scale` times the mean of these averages. Its sums and its weight are arrays [modules].
 
     Attributes:
-      evaluated: the number of the module whose acceptance rate evaluation reports; 0: none.
+      evaluated: the number (1, 2, ...) of the module whose acceptance rate evaluation reports; 0: no module.
     """
 
     next_token: NextToken
@@ -48,15 +50,15 @@ class MultiToken:
 
     def __getattr__(self, name: str) -> Any:
         """Returns an optional attribute of `Objective` from `next_token`."""
-        if name.startswith("__"):  # an unfinished copy does not have the wrapped objective yet
+        if name.startswith("__"):  # while an object is copied, it does not have `next_token` yet
             raise AttributeError(name)
         return getattr(self.next_token, name)
 
     @property
     def derived(self) -> Mapping[str, Field]:
         """See `Objective`. Four arrays [b, t, modules]. For token t and module k, they contain: token t + k; the
-        segment of t, or 0 if it does not contain the next k tokens; module k's target; and the target's segment, or 0
-        without a target."""
+        segment of token t, or 0 if this segment does not contain the next k tokens; module k's target; and the target's
+        segment, or 0 if there is no target."""
         of_modules = dict.fromkeys((*AHEAD, TARGETS, SEGMENTS), Field(("rows", "length", self.modules)))
         return {**derived_of(self.next_token), **of_modules}
 
@@ -75,7 +77,7 @@ class MultiToken:
         return (MtpHidden,)
 
     def weights(self, batch: Batch) -> Weights:
-        """See `Objective.weights`. A module without tokens gets weight 1: its sum is 0, so the loss is unaffected."""
+        """See `Objective.weights`. A module without targets gets weight 1; its sum is 0 anyway."""
         own, tokens = self.next_token.weights(batch)
         ahead = jnp.maximum(jnp.sum(batch[SEGMENTS] != 0, axis=(0, 1), dtype=jnp.int32), 1)
         return Weights(own | {_name(name): ahead for name in own}, tokens)
@@ -105,15 +107,15 @@ class MultiToken:
     def evaluation(self, params: Any, rest: Any, batch: Batch, **others: Any) -> Evaluation:
         """See `Objective.evaluation`. With `evaluated` = k, also reports mtp_acceptance_rate.
 
-        Among the tokens with a loss in module k, the rate is the share for which module k's most likely token equals
-        the token that the model itself predicts k tokens later.
+        The rate is computed over the tokens at which module k has a target. It is the share of them at which module k's
+        most likely token equals the most likely token of the model itself k tokens later.
         """
         if not self.evaluated:
             return self.next_token.evaluation(params, rest, batch, **others)
         hidden, sown = hidden_states(self.next_token.apply, params, rest, batch, None, self.captures)
         greatest = functools.partial(self.next_token.token_terms, params, rest, best=True)
         terms, own = greatest(hidden, batch["targets"])
-        best: Any = own.best  # this evaluation requires that tokens are in their original order
+        best: Any = own.best  # [b, t]; the shift below requires tokens in their original order
         best = jnp.pad(best[:, self.evaluated :], ((0, 0), (0, self.evaluated)))
         i = self.evaluated - 1
         bears_loss = batch[SEGMENTS][..., i] != 0

@@ -17,10 +17,11 @@ class NextToken:
 
     Its terms are means over these tokens:
       lm_loss: the cross entropy, -log p(target).
-      z_loss: `z_loss_multiplier` times log(Z)^2 (Chowdhery et al. 2022, PaLM, arXiv:2204.02311).
+      z_loss: `z_loss_multiplier` times log(Z)^2, where Z is the softmax normalizer (Chowdhery et al. 2022, PaLM,
+        arXiv:2204.02311).
       label_smoothing_loss: `label_smoothing` times (log p(target) - the mean of log p over the vocabulary). Its sum
         with lm_loss is the cross entropy with (1 - label_smoothing) x one-hot + label_smoothing x uniform (Szegedy
-        et al. 2016, arXiv:1512.00567). lm_loss itself, which evaluation reports, has no smoothing.
+        et al. 2016, arXiv:1512.00567). lm_loss, which evaluation reports, has no smoothing.
     """
 
     apply: Apply
@@ -66,7 +67,7 @@ class NextToken:
         sampled: jax.Array | None = None,
         **others: Any,
     ) -> Sums:
-        """Returns the sums of `of_hidden`, which receives `others`. See `Objective.sums`."""
+        """See `Objective.sums`. `others` are passed to `of_hidden`."""
         hidden, sown = hidden_states(self.apply, params, rest, batch, key, capture, sampled)
         return Sums(*self.of_hidden(params, rest, hidden, batch, **others), sown)
 
@@ -74,7 +75,7 @@ class NextToken:
         self, params: Any, rest: Any, hidden_bte: jax.Array, batch: Batch, **others: Any
     ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
         """Returns the sums of the minimized and of the measured terms, given the hidden states of the inputs. `others`:
-        arguments that a subclass reads."""
+        additional arguments for subclasses."""
         return self.terms(params, rest, hidden_bte, batch["targets"], batch["targets_segmentation"]), {}
 
     def terms(

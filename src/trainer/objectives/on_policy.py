@@ -18,8 +18,8 @@ OLD, LABELLED = "old_log_probs", "labelled"
 class OnPolicy(Distillation):
     """`Distillation` on completions of the student (Agarwal et al. 2024, arXiv:2306.13649). See `Objective`.
 
-    Only the completions' tokens bear loss. The field `LABELLED` is the same for all completions of a batch: 1 if they
-    come from the data, otherwise 0, which also makes label_loss 0.
+    Only the completions' tokens contribute to the loss. The batch field `LABELLED` has one value for all completions of
+    a batch: 1 if they come from the data. Otherwise the value is 0, which makes label_loss 0.
 
     With `sampled`, D is estimated from the sampled token y alone: D = -r A. Here r = p_student(y) / p_old(y), where
     p_old is the distribution from which y was sampled, and the advantage A = log p_teacher(y) - log p_student(y) has no

@@ -1,4 +1,4 @@
-"""Group relative policy optimization: makes completions with a large advantage likelier."""
+"""Group relative policy optimization: makes completions with a large advantage more likely."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,21 +21,22 @@ _FLOATS = Field(dtype="float32")
 
 @dataclass(frozen=True)
 class Policy:
-    """The clipped policy-gradient loss of completions, and their KL divergence from a reference. See `Objective`.
+    """The clipped policy-gradient loss, and the KL divergence of the policy from a reference model. See `Objective`.
 
-    Each segment of a row is a sequence: a prompt and its completion. Only the completion's tokens bear loss. Let r be a
-    token's current probability divided by its probability when sampled, and A its completion's advantage. The terms are
+    Each segment of a row is a sequence: a prompt and its completion. Only the completion's tokens contribute to the
+    loss. Let r be a token's current probability divided by its probability when it was sampled, and A the advantage of
+    the completion. The terms are
       policy_loss: -min(r A, clip(r, 1 - low, 1 + high) A) (Shao et al. 2024, arXiv:2402.03300);
       kl_loss: `beta` times (exp(d) - d - 1), where d is the reference's log-probability minus the policy's. This is a
         nonnegative estimate of the KL divergence from the reference (Schulman 2020, joschu.net/blog/kl-approx).
-    As in the rollouts, probabilities are softmax(logits / `temperature`) over all tokens.
+    As in the rollouts, probabilities are softmax(logits / `temperature`) over the whole vocabulary.
 
     Attributes:
       low, high: how far r may be below and above 1 before it is clipped.
-      of_sequences: whether r is the geometric mean of the ratios of the completion's tokens (Zheng et al. 2025,
+      of_sequences: whether r is replaced by its geometric mean over the completion's tokens (Zheng et al. 2025,
         arXiv:2507.18071). Since these tokens share one advantage, GSPO-token and GSPO have equal losses and gradients.
       aggregation: see rl_loss_agg_mode in base.yml. Divisors are computed over the whole batch.
-      frozen: the reference (`first_parameters`); None without `beta`.
+      frozen: the reference model's parameters (`first_parameters`); None if `beta` is 0.
     """
 
     apply: Apply
@@ -118,7 +119,7 @@ class Policy:
         return of_tokens(segment_sums(change, segment) / count, segment)
 
     def _total(self, values: jax.Array, batch: Batch) -> jax.Array:
-        """Returns the sum of token values [b, t], to be divided by the weight that `aggregation` determines."""
+        """Returns the sum of `values` [b, t]. The caller divides it by the weight that `aggregation` determines."""
         values = jnp.where(batch["targets_segmentation"] != 0, values, 0)
         if self.aggregation == "sequence-mean-token-mean":
             values /= of_tokens(jnp.maximum(_lengths(batch), 1), batch["inputs_segmentation"])
@@ -131,7 +132,7 @@ class Policy:
 
 
 def _lengths(batch: Batch) -> jax.Array:
-    """Returns the number of tokens of each completion, float32 [b, t + 1]."""
+    """Returns the number of tokens of each segment's completion, float32 [b, t + 1] (see `objectives.segments`)."""
     segment = batch["inputs_segmentation"]
     drawn = (batch["targets_segmentation"] != 0).astype(jnp.float32)
     return segment_sums(drawn, segment).at[:, 0].set(0)

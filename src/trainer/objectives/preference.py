@@ -1,7 +1,8 @@
 """Preference optimization: makes the chosen of two answers more likely than the rejected one.
 
-Segments 2k - 1 and 2k of a row are pair k: the chosen and the rejected sequence, each a prompt and an answer. Only
-the answers' tokens bear loss. Shapes: b rows, t tokens of a row, p pairs that a row can have at most.
+Segments 2k - 1 and 2k of a row are pair k: the chosen and the rejected sequence. Each sequence is a prompt and an
+answer. The field `targets_segmentation` is 0 except at the tokens of answers. Shapes: b rows, t tokens of a row, p the
+maximum number of pairs in a row.
 """
 
 import abc
@@ -25,14 +26,14 @@ _MEASURED = ("chosen_reward", "rejected_reward", "reward_margin", "reward_accura
 
 
 class OfPairs(NamedTuple):
-    """A value for each of the two sequences of a pair: [b, p]."""
+    """Values for the chosen and for the rejected sequence of each pair, each an array [b, p]."""
 
     chosen: jax.Array
     rejected: jax.Array
 
 
 class Terms(NamedTuple):
-    """The terms of each pair, [b, p] by name, and the rewards of its answers."""
+    """The minimized terms of each pair, [b, p] by name, and the rewards of the pair's two answers."""
 
     minimized: Mapping[str, jax.Array]
     rewards: OfPairs
@@ -50,7 +51,7 @@ class Preference(abc.ABC):
 
     Attributes:
       smoothing: the assumed probability that the labels of a pair are swapped.
-      frozen: the parameters of the reference model, see `Objective`; None without a reference.
+      frozen: the parameters of the reference model (see `Objective`); None without a reference model.
     """
 
     apply: Apply
@@ -64,10 +65,10 @@ class Preference(abc.ABC):
 
     @abc.abstractmethod
     def terms(self, batch: Batch, policy_bt: jax.Array, reference_bt: jax.Array | None) -> Terms:
-        """Returns the terms, given the log-probability of every target under the policy and the reference."""
+        """Returns the terms, given the log-probability of every target under the policy and the reference model."""
 
     def weights(self, batch: Batch) -> Weights:
-        """See `Objective.weights`. Only the tokens of answers in pairs count."""
+        """See `Objective.weights`. `tokens` counts only the tokens of answers whose pair is complete."""
         counts = of_pairs(None, batch)
         is_pair = _is_pair(counts)
         pairs = jnp.sum(is_pair, dtype=jnp.int32)
@@ -85,10 +86,11 @@ class Preference(abc.ABC):
         *,
         frozen: Any = None,
     ) -> Sums:
-        """See `Objective.sums`. The reference has no dropout.
+        """See `Objective.sums`. The reference model has no dropout.
 
-        Without dropout, if policy and reference have equal parameters, the policy's log-probabilities are used for
-        both: two compiled forward passes could round differently, which would make the accuracy arbitrary instead of 0.
+        Without dropout, if policy and reference model have equal parameters, the policy's log-probabilities are used
+        for both: two compiled forward passes could round differently, which would make the accuracy arbitrary instead
+        of 0.
         """
         policy_bt, sown = self._logs(params, rest, batch, key, capture, sampled)
         reference_bt = None
@@ -131,7 +133,7 @@ class Preference(abc.ABC):
 class Dpo(Preference):
     """Direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290).
 
-    The reward of an answer is `beta` times the log-ratio of its probabilities under policy and reference.
+    The reward of an answer is `beta` times the log-ratio of its probabilities under the policy and the reference model.
       dpo_loss: -(1 - s) log sigmoid(m) - s log sigmoid(-m), where m is the margin of the rewards and s is `smoothing`.
     """
 
@@ -147,14 +149,14 @@ class Dpo(Preference):
 
 @dataclass(frozen=True)
 class Orpo(Preference):
-    """Odds ratio preference optimization (Hong et al. 2024, arXiv:2403.07691), without a reference.
+    """Odds ratio preference optimization (Hong et al. 2024, arXiv:2403.07691), without a reference model.
 
-    The odds of an answer are p / (1 - p), where log p is the mean log-probability of its tokens. Its reward is `weight`
-    times log p.
+    The odds of an answer are p / (1 - p), where log p is the mean log-probability of its tokens. The reward of an
+    answer is `weight` times log p.
       sft_loss: minus the mean log-probability of the tokens of the chosen answer, or, without `answer_only`, of the
         prompt and the chosen answer.
-      odds_ratio_loss: `weight` times (-(1 - s) log sigmoid(r) - s log sigmoid(-r)), where r is the log of the ratio of
-        the odds and s is `smoothing`.
+      odds_ratio_loss: `weight` times (-(1 - s) log sigmoid(r) - s log sigmoid(-r)), where r is the log of the chosen
+        answer's odds divided by the rejected answer's odds, and s is `smoothing`.
     """
 
     weight: float = 0.1
@@ -173,9 +175,9 @@ class Orpo(Preference):
 
 
 def of_pairs(values_bt: jax.Array | None, batch: Batch, which: str = ANSWERS) -> OfPairs:
-    """Returns the sum of `values_bt` over each sequence's tokens that have a segment in `batch[which]`: by default the
-    answer's tokens; with "inputs_segmentation", all tokens. If `values_bt` is None, returns the number of these tokens.
-    """
+    """Returns the sum of `values_bt` over the tokens of each sequence whose segment in the batch field `which` is not
+    0. By default these are the answer's tokens; with "inputs_segmentation", they are all tokens of the sequence. If
+    `values_bt` is None, returns the number of these tokens."""
     segment_bt = batch[which]
     sums_bs = segment_sums(jnp.ones_like(segment_bt) if values_bt is None else values_bt, segment_bt)
     end = 1 + segment_bt.shape[-1] // 2 * 2
@@ -183,7 +185,7 @@ def of_pairs(values_bt: jax.Array | None, batch: Batch, which: str = ANSWERS) ->
 
 
 def _is_pair(counts: OfPairs) -> jax.Array:
-    """Returns whether both sequences of a pair have tokens that bear loss."""
+    """Returns whether both answers of a pair have tokens, bool [b, p]. `counts`: the numbers of these tokens."""
     return (counts.chosen > 0) & (counts.rejected > 0)
 
 
@@ -192,6 +194,7 @@ def _mean(sums: OfPairs, counts: OfPairs) -> OfPairs:
 
 
 def _log_odds(log_p: jax.Array) -> jax.Array:
-    """Returns log(p / (1 - p)). The two forms of log(1 - p) avoid its rounding for p near 1 and for small p."""
+    """Returns log(p / (1 - p)). log(1 - p) is computed in one form for p > 1/2 and in another for smaller p, because
+    each form loses precision in the other range."""
     others = jnp.where(log_p > -jnp.log(2.0), jnp.log(-jnp.expm1(log_p)), jnp.log1p(-jnp.exp(log_p)))
     return log_p - others

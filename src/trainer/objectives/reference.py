@@ -1,4 +1,4 @@
-"""A reference model: the policy at the beginning of the run."""
+"""The reference model of an objective: the trained model as it was at the beginning of the run."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ def reference_parameters(params: Any, frozen: Any) -> Any:
 
 
 def is_reference(params: Any, frozen: Any) -> jax.Array:
-    """Returns whether the parameters equal those of the reference model, bool []."""
+    """Returns whether `params` equal the reference model's parameters, bool []."""
     equal = jax.tree.map(
         lambda first, now: None if first is None else jnp.all(now == first), frozen, params, is_leaf=lambda x: x is None
     )

@@ -23,7 +23,7 @@ from trainer.ops.divergence import divergence_of
 
 
 def make_objective(config: Config, model: Any, teacher: Teacher | SavedTeacher | None = None) -> Objective:
-    """Returns the objective of the resolved `config` for `model` (`backends.Model`). `teacher` is needed for
+    """Returns the objective of the resolved `config` for `model` (`backends.Model`). `teacher` is required by
     use_distill."""
     if config.use_grpo or config.use_dpo:
         objective = (_policy if config.use_grpo else _preference)(config, model)

@@ -18,11 +18,11 @@ KEYS = {BALANCE[0]: "load_balance_loss_weight", Z[0]: "router_z_loss_weight"}
 
 @dataclass(frozen=True)
 class WithRouters:
-    """The terms of `objective` and, for weights above 0, these terms:
+    """The terms of the wrapped `objective` and, if their factors `balance` and `z` are above 0, these terms:
       moe_lb_loss: `balance` times the mean over layers and rows of `ops.routing.load_balance`;
-      router_z_loss: `z` times the mean over layers and tokens of the squared log of the softmax normalizer.
+      router_z_loss: `z` times the mean over layers and tokens of the squared log of the router's softmax normalizer.
 
-    The means exclude padding rows and padding tokens. They include all layers with a router, also in multi-token
+    The means exclude padding rows and padding tokens. They include every layer with a router, even in multi-token
     prediction modules. Evaluation omits both terms.
     """
 
@@ -44,7 +44,7 @@ class WithRouters:
 
     def __getattr__(self, name: str) -> Any:
         """Returns an optional attribute of `Objective` from the wrapped objective."""
-        if name.startswith("__"):  # an unfinished copy does not have the wrapped objective yet
+        if name.startswith("__"):  # while an object is copied, it does not have `objective` yet
             raise AttributeError(name)
         return getattr(self.objective, name)
 
@@ -71,7 +71,7 @@ class WithRouters:
         own = {}
         for (term, name), weight in ((BALANCE, self.balance), (Z, self.z)):
             if weight:
-                # Each value is for one layer, or for all layers of a stack.
+                # A value belongs to one layer, or has an axis for all layers of a stack.
                 values = [value.reshape(-1) for path, value in sown.items() if path.rpartition("/")[2] == name]
                 if not values:
                     raise UserError(

@@ -1,4 +1,4 @@
-"""Distillation from saved logits: no teacher runs, and its logits are fields of the batch (`data.teacher_logits`).
+"""Distillation from a teacher's saved logits (`data.teacher_logits`), which are batch fields. No teacher runs.
 
 Shapes: b rows, t tokens of a row, v tokens of the student's vocabulary, k saved tokens.
 """
@@ -16,8 +16,8 @@ from trainer.objectives.forward import Comparison
 from trainer.objectives.next_token import NextToken
 from trainer.ops.divergence import first_tokens, with_others
 
-# The batch fields: LOGITS [b, t, k]; TOKENS [b, t, k], the tokens of these logits; and OTHERS [b, t], the logit of the
-# event that any other token follows, at the temperature of the run. If all logits are saved, they are in vocabulary
+# The batch fields: LOGITS [b, t, k]; TOKENS [b, t, k], the tokens of these logits; and OTHERS [b, t], one logit for all
+# other tokens together, at the temperature of the run. If the logits of all tokens are saved, they are in vocabulary
 # order, and LOGITS is the only field.
 LOGITS, TOKENS, OTHERS = "teacher_logits", "teacher_tokens", "teacher_others"
 
@@ -33,7 +33,7 @@ def saved_fields(k: int, vocab_size: int, dtype: str) -> dict[str, Field]:
 
 
 class SavedTeacher(NamedTuple):
-    """A teacher known only by its logits, in the batch fields `saved`. `tokens`, `vocab_size`: see `Teacher`."""
+    """A teacher of which only logits are known. `saved`: their batch fields. `tokens`, `vocab_size`: see `Teacher`."""
 
     tokens: int
     vocab_size: int
@@ -43,10 +43,11 @@ class SavedTeacher(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SavedDistillation(Distillation):
-    """`Distillation` from saved logits. If all logits are saved, the terms are unchanged.
+    """`Distillation` from saved logits. If the logits of all tokens are saved, the terms are those of `Distillation`.
 
-    With fewer logits, D compares distributions over k + 1 events: each saved token, and any other token.
-    teacher_lm_loss is then not measured. Evaluation, for which no logits are saved, reports the next-token loss alone.
+    If fewer logits are saved, D compares distributions over k + 1 events (each of the k saved tokens, and any other
+    token), and teacher_lm_loss is not measured. Evaluation reports only the next-token loss, because no logits are
+    saved for evaluation data.
     """
 
     teacher: SavedTeacher  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Values per segment of packed rows. Segments are the sequences that share a row.
+"""Values per segment of packed rows. The segments of a row are the sequences that share it.
 
 Segment ids count from 1 in each row, and 0 is padding. An array over segments is [b, t + 1]: entry k of a row belongs
 to segment k, entry 0 to padding, and entries after the last segment are 0.

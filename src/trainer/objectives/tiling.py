@@ -1,6 +1,6 @@
 """Computes a function of hidden states without storing the logits of all tokens at once.
 
-Shapes: b rows, t tokens of a row, e width; n tiles of c tokens on each device.
+Shapes: b rows, t tokens of a row, e the width of hidden states; n tiles of c tokens on each device.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,9 +28,9 @@ class Tiling:
 
     Attributes:
       tiles: the number of tiles, which divides the number of tokens of a device.
-      matrix: canonical path of the head's matrix. Parameters stored next to the matrix are also part of the head.
+      matrix: the canonical path of the head's matrix. Parameters stored next to the matrix are also part of the head.
       param_axes: the logical axes of the model's parameters.
-      dtype: the dtype of the head's product.
+      dtype: the dtype in which the head multiplies by its matrix.
     """
 
     tiles: int
@@ -50,15 +50,16 @@ def in_tiles(
 ) -> Any:
     """Returns `fn(params, rest, hidden_bte, tokens, *others)`, a pytree of arrays [b, t, ...], computed tile by tile.
 
-    `fn` must read only the output heads in all `params` and `rest`, and compute each token independently. A
-    custom VJP (docs/decisions/0014) computes gradients with respect to the head's parameters and `hidden_bte`. It saves
-    only its arguments, and its backward pass calls `fn` again for each tile. Each device sums the head's gradient over
-    its tiles in float32. One all-reduce after the last tile adds the devices' sums. Supports reverse mode only.
+    Of each model's `params` and `rest`, `fn` must read only the output head. It must compute each token independently.
+    A custom VJP (docs/decisions/0014) computes gradients with respect to the head's parameters and `hidden_bte`. It
+    saves only its arguments, and its backward pass calls `fn` again for each tile. Each device sums the head's gradient
+    over its tiles in float32. One all-reduce after the last tile adds the devices' sums. Forward-mode differentiation
+    is not supported.
 
     Args:
       tokens: a pytree of arrays [b, t, ...] without gradient.
       others: further models whose heads `fn` reads, without gradients. Each is (tiling, params, rest); `fn` receives
-        (params, rest).
+        (params, rest) of each.
     """
     tiled = _Tiled(fn, tiling, [_Head(tiling, params, rest), *(_Head(*other) for other in others)])
 
@@ -121,13 +122,13 @@ class _Tiled:
     def backward(self, args: Any, grads: Any) -> tuple[Any, jax.Array]:
         """Returns gradients of the head and the hidden states, from `forward`'s arguments and the values' gradients."""
         head, hidden_bte, buffers, tokens = args
-        with self.same_mesh():  # JAX traces the backward pass later
+        with self.same_mesh():  # JAX traces the backward pass later, outside of the caller's mesh
             run = sharding.shard_mapped(
                 self._backward, (_SAME, INPUT, _SAME, ROWS, ROWS), (_SAME, INPUT), over=_OVER, check=False
             )
             sums, hidden_grad = run(*self._in_dtype(head, hidden_bte, buffers), tokens, inexact(grads)[0])
-            # Without the barrier the compiler reduces over devices late and keeps the sums in memory through the
-            # backward pass.
+            # Without the barrier, the compiler delays the reduction over devices and keeps each device's sums in memory
+            # throughout the backward pass.
             sums, hidden_grad = jax.lax.optimization_barrier((self.heads[0].constrained(sums), hidden_grad))
         return jax.tree.map(lambda leaf, total: _if_any(lambda x: x.astype(leaf.dtype), total), head, sums), hidden_grad
 
@@ -137,13 +138,13 @@ class _Tiled:
         return self.heads[0].in_dtype(head), hidden_bte, (own, cast)
 
     def _forward(self, head: Any, hidden_bte: jax.Array, buffers: Any, tokens: Any) -> Any:
-        """Runs on each device, for the device's tokens."""
+        """Runs on each device for the device's tokens."""
         head, buffers, tiles = *self._constrained(head, buffers), self._cut(hidden_bte, tokens)
         values = jax.lax.map(lambda tile: self._values(head, buffers, *tile), tiles)
         return jax.tree.map(lambda value: value.reshape(*hidden_bte.shape[:2], *value.shape[2:]), values)
 
     def _backward(self, head: Any, hidden_bte: jax.Array, buffers: Any, tokens: Any, grads: Any) -> Any:
-        """Runs on each device, for the device's tokens. Then sums the head's gradient over devices."""
+        """Runs on each device for the device's tokens, then sums the head's gradient over devices."""
         head, buffers = self._constrained(head, buffers)
         trained, join = inexact(head)
 
@@ -187,7 +188,7 @@ class _Tiled:
 
 
 def _if_any(fn: Callable[..., jax.Array], leaf: jax.Array | None, *args: Any) -> jax.Array | None:
-    """Returns `fn(leaf, *args)`; None if `leaf` is None, which is the gradient of integers."""
+    """Returns `fn(leaf, *args)`; None if `leaf` is None, as the gradients of integer arrays are."""
     return None if leaf is None else fn(leaf, *args)
 
 

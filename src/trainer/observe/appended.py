@@ -12,13 +12,13 @@ from trainer.runtime.storage import remedy
 
 
 class AppendedFile:
-    """A file to which data are appended and flushed immediately. A context manager.
+    """A file to which data are appended. Each append is flushed immediately. A context manager.
 
     If the file is removed or replaced, it is written again with its complete content.
     """
 
     def __init__(self, path: Path, resumes: bool, say: Callable[[str], None]):
-        """`resumes`: whether the run saves checkpoints, for messages about failed writes. `say`: prints a line.
+        """`resumes`: whether the run saves checkpoints; error messages mention this. `say`: prints a line.
 
         Raises:
           UserError: the file cannot be written.
@@ -65,7 +65,7 @@ class AppendedFile:
 
 @contextlib.contextmanager
 def disk_errors(path: Path, resumes: bool) -> Iterator[None]:
-    """Turns an OSError when writing `path` into a UserError. For `resumes` see `AppendedFile`."""
+    """Turns an OSError that occurs when `path` is written into a UserError. `resumes`: see `AppendedFile`."""
     try:
         yield
     except OSError as error:

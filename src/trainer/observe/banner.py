@@ -32,13 +32,14 @@ class Needs(NamedTuple):
     """The memory that the compiled step needs on one device, in bytes."""
 
     peak: int
-    arguments: int  # the bytes of the train state and the batch
+    arguments: int  # for the train state and the batch
     temporaries: int
     available: float | None  # the device's memory; None if the device does not report it
 
 
 def needs_rows(work: Work, needs: Needs | None, steps_left: int) -> list[tuple[str, str]]:
-    """Returns (label, text) rows: the memory and FLOPs of a step, and the least time of the `steps_left` steps."""
+    """Returns (label, text) rows: the memory and FLOPs of a step, and the minimum time of the `steps_left` remaining
+    steps."""
     found = []
     if needs is not None:
         of = f" of {si(needs.available, 'B')}" if needs.available else ""
@@ -74,11 +75,12 @@ def banner_rows(
     Args:
       device_kind, platform: the mesh devices' kind and platform, as reported by JAX.
       capability: see `config.resolve`.
-      parameters: the number of the model's parameters. `trained`: how many of these are trained; None: all.
+      parameters: the number of the model's parameters.
+      trained: the number of these parameters that are trained; None: all.
       dataset: one line about the data.
       passes: the text after the number of steps (`training.passes_text`).
-      products: rows on quantized, sparse and adapted matrices (`product_rows`).
-      pipeline: a description of the stages; "" without a pipeline.
+      products: the rows about quantized, sparse and adapted matrices, from `product_rows`.
+      pipeline: a description of the pipeline's stages; "" without a pipeline.
       teacher: a description of the teacher; "" without one.
     """
     rows, length, tokens = global_batch_rows(config), config.max_target_length, work_of(config, 0.0).tokens
@@ -119,8 +121,14 @@ def model_text(config: Config, parameters: int) -> str:
 def product_rows(
     config: Config, quantized: Iterable[str], left: Iterable[str], masked: Iterable[str], adapted: Iterable[str]
 ) -> list[tuple[str, str]]:
-    """Returns (label, text) rows that list matrices. The arguments are canonical names: of the quantized matrices, of
-    those `left` in floating point, of the masked ones, and of those with adapters."""
+    """Returns (label, text) rows that list matrices.
+
+    Args:
+      quantized: the canonical names of the quantized matrices.
+      left: the canonical names of the matrices that stay in floating point.
+      masked: the canonical names of the matrices with sparsity masks.
+      adapted: the canonical names of the matrices with adapters.
+    """
     rows = []
     if config.enable_lora:
         base = f", over {config.lora_weight_qtype}" if config.lora_weight_qtype else ""
@@ -141,7 +149,7 @@ def product_rows(
 
 
 def _by_stack(names: Iterable[str]) -> str:
-    """Returns names, grouped by their first two parts, as in "decoder/layers (mlp/wi_0, mlp/wo)"."""
+    """Returns the names, grouped by their first two path components: "decoder/layers (mlp/wi_0, mlp/wo)"."""
     parts = [name.removesuffix("/kernel").split("/") for name in names]
     found = []
     for first, group in itertools.groupby(sorted(parts), lambda path: path[:2]):
@@ -158,13 +166,13 @@ def _islands(config: Config) -> str:
 
 
 def devices_text(config: Config, device_kind: str, platform: str, process_count: int) -> str:
-    """Returns the devices of the mesh, as in "8 x cpu, 1 process". See `banner_rows` for the arguments."""
+    """Returns a description of the devices, such as "8 x cpu, 1 process". See `banner_rows` for the arguments."""
     kind = device_kind if device_kind.lower() == platform else f"{device_kind} ({platform})"
     return f"{math.prod(mesh_axes(config).values())} x {kind}, {counted(process_count, 'process', 'processes')}"
 
 
 def mesh_text(config: Config) -> str:
-    """Returns the mesh axes larger than 1, and how slices split these axes."""
+    """Returns a description of the mesh axes larger than 1, and of how slices split these axes."""
 
     def product(sizes: dict[str, int]) -> str:
         return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
@@ -194,9 +202,10 @@ def _windows(config: Config) -> str:
 
 
 def _bias(config: Config, capability: Capability | None) -> str:
-    """Returns a text on the cost of a kernel that does not know how many documents share a row; "" without a cost.
+    """Returns a note on the additional cost of attention if documents share rows and the kernel cannot process their
+    lengths, so that it needs a bias; "" if there is no such cost.
 
-    All layers and heads can share one bias, which each of them reads twice.
+    All layers and heads can share one bias, and each of them reads it twice.
     """
     kernel, length = KERNELS[config.attention].on(capability), config.max_target_length
     if kernel.documents == 0 or read_documents(config, capability) is not None:

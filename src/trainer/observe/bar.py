@@ -1,9 +1,9 @@
-"""A progress line at the bottom of a terminal, below the lines that stay."""
+"""A progress line at the bottom of a terminal, below the lines that remain."""
 
 from typing import TextIO
 
 _WIDTH = 20  # characters
-_CLEAR = "\r\x1b[K"  # returns to the first column and erases to the end of the line
+_CLEAR = "\r\x1b[K"  # moves to the first column and erases the line
 
 
 def bar(done: int, total: int) -> str:
@@ -19,7 +19,7 @@ class BottomLine:
         self._stream, self._line = stream, ""
 
     def show(self, line: str) -> None:
-        """Replaces the bottom line by `line`, which must be shorter than the terminal's width."""
+        """Replaces the bottom line with `line`, which must be shorter than the terminal's width."""
         self._line = line
         self._stream.write(_CLEAR + line)
         self._stream.flush()

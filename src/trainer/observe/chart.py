@@ -11,8 +11,8 @@ from trainer.observe.series import Point, Series
 
 _WIDTH, _HEIGHT = 560, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 12, 30
-_FEW = 30  # a line with at most this many points also has dots
-COLOURS = 6  # the page's style has this many classes: c0, c1, ...
+_FEW = 30  # a line with at most this many points also shows a dot at each point
+COLOURS = 6  # the number of colours; their CSS classes in the page are c0, c1, ...
 
 
 class Line(NamedTuple):
@@ -24,7 +24,7 @@ class Line(NamedTuple):
 
 
 def line_chart(title: str, lines: Sequence[Line], unit: str = "", scale: float = 1.0) -> str:
-    """Returns a chart of `lines` over steps, with values multiplied by `scale`; empty if no value is finite."""
+    """Returns a chart of `lines` over steps, with values multiplied by `scale`; "" if no value is finite."""
     parts = [[[(x, scale * y) for x, y in part] for part in line.series.parts()] for line in lines]
     points = [point for series in parts for part in series for point in part]
     if not points:
@@ -51,14 +51,15 @@ def _marked(axes: "_Axes", steps: Collection[float], colour: str) -> list[str]:
 
 
 def histogram(title: str, values: Sequence[Sequence[float]], unit: str, bins: int = 40) -> str:
-    """Returns a histogram with one area for each sequence of `values`, which must be finite. Values above the largest
-    99th percentile are omitted. Empty without a value."""
+    """Returns a histogram with one area for each sequence in `values`; "" if all sequences are empty. The numbers must
+    be finite. Numbers above every sequence's 99th percentile are omitted."""
     arrays = [np.asarray(filled, np.float64) for filled in values]
     filled = [array for array in arrays if array.size]
     if not filled:
         return ""
     low = float(min(map(np.min, filled)))
-    # The step after a compilation or an evaluation can be a hundred times as long as any other.
+    # The percentile excludes outliers: the step after a compilation or an evaluation can take a hundred times as long
+    # as any other.
     high = float(max(np.percentile(array, 99, method="lower") for array in filled))
     width = (high - low) / bins or 1.0
     counts = [
@@ -109,7 +110,7 @@ class _Axes:
 
 def _span(values: Sequence[float]) -> tuple[float, float]:
     low, high = min(values), max(values)
-    if high - low <= 1e-9 * max(abs(low), abs(high)) or high - low < 1e-300:  # too narrow for ticks
+    if high - low <= 1e-9 * max(abs(low), abs(high)) or high - low < 1e-300:  # the range is too narrow for ticks
         margin = max(abs(low) / 2, 1e-290) if low else 0.5
         return low - margin, high + margin
     return low, high

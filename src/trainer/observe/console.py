@@ -25,7 +25,7 @@ from trainer.observe.lines import (
 )
 from trainer.observe.text import Field, clock, fit, rate, short_time
 
-_MANY = 0.5  # the share of lost updates from which a warning is printed
+_MANY = 0.5  # a warning is printed if at least this share of the updates is lost
 LINES = 25  # the number of step lines that remain on a terminal
 _STYLES = {"bold": "1", "dim": "2", "green": "32", "yellow": "33"}
 
@@ -33,10 +33,10 @@ _STYLES = {"bold": "1", "dim": "2", "green": "32", "yellow": "33"}
 class Console:
     """Writes a run's progress to `stream` (standard output) and flushes each line.
 
-    On a terminal, a line contains the fields that fit its width, in colour unless NO_COLOR is set. A bar at the bottom
-    shows the newest step, and about LINES step lines remain above. With TERM=dumb there is no bar, and every step line
-    remains. If `stream` is not a terminal, lines are complete, and lines of steps and evaluations have MaxText's
-    format, so that programs that parse MaxText's log can parse this output.
+    On a terminal, a line contains as many fields as fit the width, in colour unless NO_COLOR is set. A bar at the
+    bottom shows the newest step, and about LINES step lines remain above. With TERM=dumb there is no bar, and every
+    step line remains. If `stream` is not a terminal, lines are complete, and lines of steps and evaluations have
+    MaxText's format, so that programs that parse MaxText's log can parse this output.
     """
 
     def __init__(self, stream: TextIO | None = None, is_terminal: bool | None = None):
@@ -81,7 +81,7 @@ class Console:
             self._print(line)
 
     def step(self, row: Mapping[str, float], total_steps: int) -> None:
-        """Prints a step's line. `row` has the fields of metrics.jsonl; the run ends after `total_steps`."""
+        """Prints a step's line. `row`: the step's row of metrics.jsonl. `total_steps`: the steps of the whole run."""
         assert self._work is not None, "call banner first"
         self._pace.add(row)
         self._first, self._last = self._first or row, row
@@ -101,7 +101,8 @@ class Console:
                 values = f"loss {row['loss']:.3g} and gradient norm {row['grad_norm']:.3g}"
                 self._warn(f"step {row['step']} has {values}: its update is skipped ({reason})")
         elif row.get("lost_updates", 0) >= _MANY and row["learning_rate"] >= self._peak / 2 and self._warns_of_lost:
-            self._warns_of_lost = False  # lower rates, in warm-up and decay, are meant to change little
+            # The condition excludes the low learning rates of warm-up and decay, which are meant to change little.
+            self._warns_of_lost = False
             self._warn(
                 f"step {row['step']}: {row['lost_updates']:.0%} of the parameters did not change, because their update "
                 "is below half the spacing of bfloat16 (lost_updates in metrics.jsonl): "
@@ -110,7 +111,7 @@ class Console:
             )
 
     def evaluation(self, row: Mapping[str, float]) -> None:
-        """Prints an evaluation's line. `row` has the fields of metrics.jsonl."""
+        """Prints an evaluation's line. `row`: the evaluation's row of metrics.jsonl."""
         self._evaluated = row
         if self._is_terminal:
             self._dense(evaluation_fields(row))
@@ -119,7 +120,7 @@ class Console:
 
     def summary(self, wall_time: float, files: Mapping[str, str] | None = None) -> None:
         """Prints a summary of this process's steps and evaluations, which took `wall_time` seconds. `files` maps
-        descriptions to paths, which are also printed."""
+        labels to paths, which are also printed."""
         pace = self._pace
         steps = counted(pace.steps, "step")
         if self._first.get("step"):

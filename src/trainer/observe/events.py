@@ -11,7 +11,7 @@ from trainer.observe.appended import AppendedFile, disk_errors
 from trainer.runtime.crc32c import masked_crc32c
 
 # TensorBoard reads every file whose name contains "tfevents". The folder is named as in MaxText. The file name is
-# always the same, so that a resumed run continues the file, and a running TensorBoard continues to read it.
+# always the same, so that a resumed run appends to the file, and a running TensorBoard continues to read it.
 EVENTS_FILE = "tensorboard/events.out.tfevents.trainer"
 # A record consists of its length (uint64), a checksum of the length, the event, and a checksum of the event (uint32
 # each), little-endian: TensorFlow's TFRecord format.
@@ -39,13 +39,14 @@ class EventsWriter(AppendedFile):
             path.parent.mkdir(exist_ok=True)
         super().__init__(path, resumes, say)
         with disk_errors(path, resumes):
-            # Truncated in place: repeated steps get records of equal length, so TensorBoard can read on at its offset.
+            # The file is truncated in place. The records of repeated steps have the same lengths as before, so that a
+            # running TensorBoard can continue to read at its offset.
             self._file.truncate(_end(self._path, step))
             if not self._file.seek(0, os.SEEK_END):
                 self._append(Event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def write(self, row: Mapping[str, float | str]) -> None:
-        """Appends an event with the numbers of `row`, under MaxText's names. Raises UserError if the disk is full."""
+        """Appends an event with the numbers of `row`. Its tags are the keys. Raises UserError if the disk is full."""
         from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.proto.summary_pb2 import Summary
 
@@ -76,7 +77,7 @@ def _end(path: Path, step: int) -> int:
 
 
 def _events(path: Path) -> Iterator[tuple[Any, int]]:
-    """Yields the events of a file, each with the offset of its end, up to the first damaged one."""
+    """Yields the events of a file up to the first damaged event, each with the offset of its end."""
     from google.protobuf.message import DecodeError
     from tensorboardX.proto.event_pb2 import Event
 

@@ -1,8 +1,8 @@
 """goodput.jsonl: how a run spends its time, over all of its processes.
 
-Each line is an event with its time in seconds since 1970. The names are from ml_goodput_measurement 0.2.3, which
-MaxText uses. The time until the next line belongs to the event. A killed process writes no job_end_time: the time from
-its last line to the start of the next process counts as "between processes".
+Each line is an event with its time in seconds since 1970. The field names are from ml_goodput_measurement 0.2.3, which
+MaxText uses. The time from an event to the next line is attributed to the event. A killed process writes no
+job_end_time, and the time from its last line to the start of the next process counts as "between processes".
 """
 
 import contextlib
@@ -27,11 +27,12 @@ _JOB_START, _JOB_END, _STEP_START, _STEP = "job_start_time", "job_end_time", "st
 _EVENT, _EVENT_START, _EVENT_END = (f"custom_badput_event_{what}" for what in ("type", "start_time", "end_time"))
 _TIMES = (_JOB_START, _STEP_START, _EVENT_START, _EVENT_END, _JOB_END)
 _LATEST = 1e12  # the greatest valid time, in seconds since 1970
-_WAITED = {"data_wait": DATA, "rollouts_wait": ROLLOUTS}  # fields of an event: seconds waited in the step that ends
+# Fields of an event that ends a step: the seconds that the step waited for data or rollouts.
+_WAITED = {"data_wait": DATA, "rollouts_wait": ROLLOUTS}
 
 
 class Goodput:
-    """The seconds that a run spent on each part, computed from its events. Uses 8 bytes per step.
+    """The seconds that a run spent on each of PARTS, computed from its events. Uses 8 bytes per step.
 
     Attributes:
       processes: the number of successive processes of the run.
@@ -40,8 +41,9 @@ class Goodput:
     def __init__(self) -> None:
         self.processes = 0
         self._spent = dict.fromkeys(PARTS, 0.0)
-        self._first, self._steps = 0, array("d")  # seconds of each step's newest execution, from `_first` on
-        self._at, self._phase, self._nested = 0.0, "", ""  # the time and the parts of the last event; "": no part
+        self._first, self._steps = 0, array("d")  # seconds of each step's newest execution, from step `_first` on
+        # The time of the last event, the part that it belongs to, and the part that interrupts this part; "": none.
+        self._at, self._phase, self._nested = 0.0, "", ""
 
     def add(self, event: Mapping[str, Any]) -> None:
         """Adds the next event. Ignores objects that are not events, for example in an edited file."""
@@ -73,12 +75,12 @@ class Goodput:
             self._spent[part] = self._spent.get(part, 0.0) + seconds
 
     def _begin(self, step: int) -> None:
-        """Begins a step. The time of earlier executions of this step and of later steps becomes `REPEATED`."""
+        """Begins a step. The time of its earlier execution, and of all later steps so far, becomes `REPEATED`."""
         kept = step - self._first
         if 0 <= kept <= len(self._steps):
             self._spent[REPEATED] += sum(self._steps[kept:])
             del self._steps[kept:]
-        else:  # the state belongs to another run
+        else:  # the step does not continue the recorded ones: the train state is another run's
             self._spent[STEPS] += sum(self._steps)
             self._first, self._steps = step, array("d")
         self._steps.append(0.0)
@@ -112,7 +114,7 @@ class Timeline:
         self._write({_JOB_START: self._now()})
 
     def open(self, folder: Path, writes: bool, resumes: bool, say: Callable[[str], None]) -> None:
-        """Writes all events so far to the file in the run's `folder`. Later events are written at once.
+        """Writes all events so far to the file in the run's `folder`. Later events are written immediately.
 
         `writes`: whether this process writes the file; otherwise its events are dropped.
         `resumes`, `say`: see `AppendedFile`. Raises UserError if the file cannot be written.
@@ -123,7 +125,7 @@ class Timeline:
             return
         path = folder / GOODPUT_FILE
         with disk_errors(path, resumes):
-            cut = path.exists() and not path.read_bytes().endswith(b"\n")  # left by a killed process
+            cut = path.exists() and not path.read_bytes().endswith(b"\n")  # a killed process left an incomplete line
         self.goodput, self._file = read_goodput(folder), AppendedFile(path, resumes, say)
         if cut:
             self._file.append(b"\n")
@@ -132,7 +134,7 @@ class Timeline:
 
     @contextlib.contextmanager
     def during(self, part: str) -> Iterator[None]:
-        """Counts the time of the block as `part` instead of as a step. Blocks must not be nested."""
+        """Counts the time of the `with` block as `part` instead of as a step. These blocks must not be nested."""
         self._write({_EVENT_START: self._now(), _EVENT: part})
         self._tell("done", part)
         yield
@@ -150,12 +152,12 @@ class Timeline:
         self._tell("in", part)
 
     def end(self) -> None:
-        """Ends the steps of the run. Evaluations and saves may follow."""
+        """Marks the end of the run's steps. Evaluations and saves may follow."""
         self._write({_EVENT_START: self._now(), _EVENT: END})
         self._begins(END)
 
     def finish(self) -> None:
-        """Marks the end of the run: no time counts until another process continues it."""
+        """Marks the end of this process. The time until another process continues the run is not counted."""
         self._write({_JOB_END: self._now()})
 
     def _begins(self, phase: str) -> None:
@@ -181,7 +183,7 @@ class Timeline:
 
 
 def read_goodput(folder: Path) -> Goodput:
-    """Returns the goodput of the run in `folder`; without the file, an empty one."""
+    """Returns the goodput of the run in `folder`; it is empty if the file is missing."""
     goodput = Goodput()
     with contextlib.suppress(OSError), (folder / GOODPUT_FILE).open(encoding="utf-8", errors="replace") as file:
         for line in file:

@@ -1,4 +1,4 @@
-"""The lines of a step and of an evaluation, for a terminal and for programs that parse MaxText's log."""
+"""The lines that report a step or an evaluation, for a terminal and for programs that parse MaxText's log."""
 
 import math
 import statistics
@@ -34,12 +34,12 @@ def last_measured(row: Mapping[str, Any], evaluated: Mapping[str, Any]) -> dict[
 
 
 def has_loss(row: Mapping[str, Any]) -> bool:
-    """Returns whether the loss in a step's row measures the model's quality. A policy's loss is always near 0."""
+    """Returns whether the loss in a step's row measures quality. A policy's loss does not: it is always near 0."""
     return "reward" not in row
 
 
 class Work(NamedTuple):
-    """The work of one step. Tokens are all positions of the batch including padding, as MaxText counts them."""
+    """The work of one step. `tokens` includes padding, as in MaxText."""
 
     devices: int
     tokens: int  # rows x length
@@ -77,7 +77,7 @@ class Pace:
         self._times.append(row["step_time"])
         self._rates.append(row["tokens_per_second"])
         if self.steps > FIRST_STEPS:
-            # A plain mean until there are enough steps for an exponential moving average.
+            # This is a plain mean until there are enough steps for an exponential moving average.
             weight = max(SMOOTHING, 1 / len(self._times))
             self._smoothed += weight * (row["step_time"] - self._smoothed)
 

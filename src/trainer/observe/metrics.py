@@ -11,8 +11,8 @@ from trainer.observe.appended import AppendedFile, disk_errors
 from trainer.runtime.folders import replace_file
 
 METRICS_FILE = "metrics.jsonl"
-TASKS_TIME = "eval_tasks_time"  # only rows of evaluations by tasks have this field, and all of them do
-TASKS_FAILED = "eval_tasks_failed"  # the number of failed tasks
+TASKS_TIME = "eval_tasks_time"  # present in every row of an evaluation on tasks, and in no other row
+TASKS_FAILED = "eval_tasks_failed"  # the number of tasks whose evaluation failed
 # Fields that measure time. Two runs of the same command differ only in these fields.
 TIMING_FIELDS = ("step_time", "tokens_per_second", "eval_time", TASKS_TIME, "rollout_time", "data_wait")
 _LAST_STEP = 2**53  # a float represents every integer up to this one exactly
@@ -57,21 +57,21 @@ class MetricsWriter(AppendedFile):
 
 
 class TokensSeen:
-    """Counts the loss-bearing tokens in all steps of a run, including skipped steps."""
+    """Counts the tokens that contribute to the loss, over all steps of a run, including skipped steps."""
 
     def __init__(self, kept: Iterable[Mapping[str, Any]] = ()):
-        """Continues the count of the rows in `kept`. Ignores values that are not counts, as in an edited file."""
+        """Starts with the tokens of the rows `kept`. Ignores non-integer values, for example in an edited file."""
         counts = (row.get("tokens", 0) for row in kept)
         self._count = sum(count for count in counts if isinstance(count, int))
 
     def add(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the row of the next step with the field tokens_seen, which includes the tokens of this row."""
+        """Counts the tokens of the next step's `row`, and returns `row` with the new count in the field tokens_seen."""
         self._count += row["tokens"]
         return {**row, "tokens_seen": self._count}
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Returns the rows of a metrics.jsonl, except a truncated last line. Raises UserError if another is invalid."""
+    """Returns the rows of a metrics.jsonl, except a truncated last one. Raises UserError if another line is invalid."""
     rows = []
     *lines, last = path.read_bytes().decode("utf-8", "replace").split("\n")
     # Text after the last newline is a truncated row, or zeros from a power cut.
@@ -91,7 +91,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _cut(path: Path, step: int) -> list[dict[str, Any]]:
-    """Atomically replaces the file with its rows with steps below `step`, and returns these rows."""
+    """Atomically removes the rows whose step is not below `step`, and returns the remaining rows."""
     rows = [row for row in read_rows(path) if row["step"] < step]
     replace_file(path, "".join(f"{json.dumps(row)}\n" for row in rows))
     return rows

@@ -1,4 +1,4 @@
-"""metrics_file: the rows of metrics.jsonl with MaxText's field names, for programs that read MaxText's file."""
+"""The file of the key metrics_file: the rows of metrics.jsonl with MaxText's field names."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -15,12 +15,13 @@ from trainer.runtime.storage import why_not_writable
 
 
 def maxtext_row(row: Mapping[str, Any], work: Work, clipping_threshold: float, run_name: str) -> dict[str, float | str]:
-    """Returns a row of metrics.jsonl in MaxText's `metrics_file` format, with floats; DiLoCo adds `diloco/...`.
+    """Returns a row of metrics.jsonl in the format of MaxText's `metrics_file`, in which all numbers are floats.
 
     Args:
       row: a row of a step, of an evaluation, or of an evaluation by tasks.
       work: the work of one step.
-      clipping_threshold: the threshold for the gradient norm; 0: off.
+      clipping_threshold: the gradient norm above which gradients are clipped; 0: no clipping.
+      run_name: the name of the run, a field of each row.
     """
     ends: dict[str, float | str] = {"step": float(row["step"]), "run_name": run_name}
     if "eval_loss" in row:
@@ -33,7 +34,7 @@ def maxtext_row(row: Mapping[str, Any], work: Work, clipping_threshold: float, r
             **_given("evaluation/dpo_reward_margin", row.get("eval_reward_margin")),
             **ends,
         }
-    if TASKS_TIME in row:  # the names are ours, because MaxText writes no such fields
+    if TASKS_TIME in row:  # MaxText has no fields for tasks, so these names are our own
         return {f"eval/{name}": float(value) for name, value in row.items() if name != "step"} | ends
     norm, seconds = row["grad_norm"], row["step_time"]
     tokens = work.tokens / work.devices
@@ -63,7 +64,7 @@ def maxtext_row(row: Mapping[str, Any], work: Work, clipping_threshold: float, r
 
 
 def _of_islands(row: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the fields that DiLoCo adds to a row. The names are ours, because MaxText has no such fields."""
+    """Returns the fields that DiLoCo adds to a row. MaxText has no fields for DiLoCo, so these names are our own."""
     values = {f"diloco/{name}": row[name] for name in ("outer_grad_norm", "island_cosine") if name in row}
     for name, what in {"island_losses": "loss", "island_distance": "distance"}.items():
         values |= {f"diloco/island_{n}_{what}": value for n, value in enumerate(row.get(name, ()))}
@@ -77,14 +78,16 @@ def _given(name: str, value: float | None, scale: float = 1) -> dict[str, float]
 class MetricsFile:
     """The file at the path in the key `metrics_file`.
 
-    A resumed run keeps its rows up to its checkpoint. Any other existing file is moved to PATH.1, PATH.2, ...
+    A resumed run keeps its rows up to its checkpoint. If an existing file contains the metrics of another run, it is
+    renamed to the first free name of PATH.1, PATH.2, ...
     """
 
     def __init__(self, path: str, run_dir: Path, run_name: str):
         """Checks that the file is writable, without creating anything.
 
         Raises:
-          UserError: the file is not writable, is one of the run's own files in `run_dir`, or contains other data.
+          UserError: the file is not writable, is one of the files that the run writes in `run_dir`, or contains
+            anything other than metrics in this format.
         """
         self.path, self._run_name = Path(os.path.realpath(os.path.expanduser(path))), run_name
         if self.path in [Path(os.path.realpath(run_dir / name)) for name in OWN_FILES]:
@@ -109,9 +112,10 @@ class MetricsFile:
         self._own = bool(rows) and all(row["run_name"] == run_name for row in rows)
 
     def open(self, updates: int, *, resumed: bool, say: Callable[[str], None], resumes: bool = True) -> MetricsWriter:
-        """Returns a writer for rows from step `updates` on. Reports a moved file to `say`.
+        """Returns a writer for rows from step `updates` on. Calls `say` if a file of another run was renamed.
 
-        `resumed`: whether the run is resumed; rows with its name then belong to it. `resumes`: see `MetricsWriter`.
+        `resumed`: whether the run is resumed. If so, existing rows with the run's name belong to it.
+        `resumes`: see `MetricsWriter`.
 
         Raises:
           UserError: the file's parent folder cannot be created.

@@ -7,12 +7,12 @@ from typing import Self
 from trainer.config.keys import Config
 from trainer.config.words import counted
 
-# XProf and TensorBoard's plugin look for profiles in plugins/profile/TIME/ within a folder of events.
+# XProf and TensorBoard's plugin look for profiles in plugins/profile/TIME/, relative to the folder of the events.
 TRACES, MEMORY = "tensorboard/plugins/profile", "memory.prof"
 
 
 class Profiler:
-    """Traces the steps of `config.profiler` into folder/tensorboard/plugins/profile/TIME/. A context manager.
+    """Traces the steps that `config` selects into folder/tensorboard/plugins/profile/TIME/. A context manager.
 
     The device is idle when a trace starts and stops, so that the trace contains complete steps. Every process needs a
     Profiler, because waiting for a step can involve work that all processes must do together and in the same order.
@@ -21,10 +21,10 @@ class Profiler:
     def __init__(
         self, config: Config, folder: Path, first_step: int, say: Callable[[str], None], *, traces: bool = True
     ):
-        """Plans a trace of `profiler_steps` steps after the first `skip_first_n_steps_for_profiler` steps from
-        `first_step` on, and another every `profile_periodically_period` steps. `say` is called with the path of each
-        trace, or with a note if the run ends before the first one. Without `traces`, the Profiler waits for the same
-        steps, but records nothing."""
+        """Plans the traces. Each trace has `profiler_steps` steps. The first trace begins
+        `skip_first_n_steps_for_profiler` steps after `first_step`, and the next traces begin at intervals of
+        `profile_periodically_period` steps. `say` is called with the path of each trace, or with a note if the run ends
+        before the first trace. Without `traces`, the Profiler waits for the same steps, but records nothing."""
         self._folder, self._say, self._traces = folder, say, traces
         self._period, self._steps, self._end = config.profile_periodically_period, config.profiler_steps, config.steps
         self._first = first_step + config.skip_first_n_steps_for_profiler  # the first step of the next or current trace
@@ -61,11 +61,11 @@ class Profiler:
         import jax
 
         first, self._inside = self._first, False
-        self._first += self._period  # period -1: no further trace
+        self._first += self._period  # the period -1 leads to a step in the past, so no trace follows
         if not self._traces:
             return
         jax.profiler.stop_trace()
-        traces = max((self._folder / TRACES).iterdir())  # named by time
+        traces = max((self._folder / TRACES).iterdir())  # the newest, because the folders' names are times
         jax.profiler.save_device_memory_profile(str(traces / MEMORY))
         if last is None:
             self._say(f"the profile of the run's last steps is in {traces}")

@@ -22,18 +22,19 @@ from trainer.runtime.folders import check_folder
 
 
 class Record:
-    """The data of a run. Apart from `goodput`, it uses 16 bytes per step, for the step's time and speed.
+    """The data of a run. It uses 16 bytes per step for the step's time and speed, in addition to the bytes of
+    `goodput`.
 
     Attributes:
-      name: the name of the folder.
+      name: the name of the run's folder.
       config: the resolved configuration; empty if config.yml is missing.
       starts: the entries of starts.json, which describe how each process started.
       samples: the rows of samples.jsonl.
-      rollouts: the completions of the newest round; see `observe.rollouts`.
+      rollouts: the completions of the newest round of rollouts; see `observe.rollouts`.
       goodput: how the run spent its time.
       series: the values of each field of metrics.jsonl.
       step_times: the step times in seconds.
-      sums: the numbers of loss-bearing tokens and of skipped updates.
+      sums: the number of tokens that contributed to the loss, and the number of skipped updates.
     """
 
     def __init__(self, name: str, config: Mapping[str, Any], starts: list[dict[str, Any]]):
@@ -45,9 +46,9 @@ class Record:
         self.step_times = array("d")
         self._rates = array("d")
         self.sums = {"tokens": 0.0, "skipped": 0.0}
-        self._last: Mapping[str, Any] = {}  # the last row of a step
-        self._evaluated: Mapping[str, Any] = {}  # the last row of an evaluation
-        self._evaluations: list[tuple[float, int]] = []  # (loss, step) of the last and of the best evaluation
+        self._last: Mapping[str, Any] = {}  # the row of the last step
+        self._evaluated: Mapping[str, Any] = {}  # the row of the last evaluation
+        self._evaluations: list[tuple[float, int]] = []  # (loss, step) of the last evaluation and of the best one
         self._unlike_loss: set[str] = set()
 
     def add(self, row: Mapping[str, Any]) -> None:
@@ -76,7 +77,7 @@ class Record:
             self._evaluations = [newest, *([min(best)] if best else [])]
 
     def is_loss(self, field: str) -> bool:
-        """Returns whether `field` equals the loss in every row, as the only term of a loss does."""
+        """Returns whether `field` equals the loss in every row, as a term does if it is the loss's only term."""
         counts = [self.series[name].count if name in self.series else 0 for name in (field, "loss")]
         return counts[0] == counts[1] and field not in self._unlike_loss
 
@@ -106,7 +107,7 @@ class Record:
         return lines
 
     def resumed_at(self) -> list[int]:
-        """Returns the first step of each process after the first process."""
+        """Returns the step at which each process except the first began."""
         return [start["step"] for start in self.starts[1:]]
 
 
@@ -129,7 +130,7 @@ def begun(folder: Path, rows: Iterable[Mapping[str, Any]]) -> Record:
     """Returns the record of the run in `folder`. `rows`: the rows of its metrics.jsonl.
 
     Raises:
-      UserError: another file of the run is damaged.
+      UserError: one of the run's other files is damaged.
     """
     config, samples = folder / CONFIG_FILE, folder / SAMPLES_FILE
     text = config.read_bytes().decode("utf-8", "replace") if config.is_file() else ""

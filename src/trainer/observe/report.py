@@ -30,7 +30,7 @@ _CHARTS = (
     ("Skipped updates", "skipped", "1: skipped", 1),
     ("Memory", "memory", "peak of the fullest device, GB", 1e-9),
 )
-# Sections for metrics that only some runs have: the title, and the suffixes of the metrics' field names.
+# Sections for metrics that only some runs have: the section's title, and the suffixes of its fields' names.
 _SECTIONS = {
     "Multi-token prediction": ("mtp_loss", "mtp_z_loss", "mtp_acceptance_rate"),
     "Distillation": ("distill_loss", "label_loss", "divergence", "teacher_lm_loss"),
@@ -46,21 +46,23 @@ _SECTIONS = {
     "QK-Clip": ("max_logit", "clipped_heads"),
     "Routers": ("moe_lb_loss", "router_z_loss", "router_entropy", "expert_load", "tokens_per_expert", "dropped_tokens"),
 }
-# Fields without a chart: the summary or the histogram shows them, or they repeat another field in a different unit.
+# Fields without a line chart: the summary or the histogram shows them, or they repeat another field in another unit.
 _NOT_DRAWN = ("step", "tokens", "tokens_seen", "step_time", "eval_tokens", "eval_time", "eval_perplexity", TASKS_TIME)
 _OF_SCORES = ("_stderr", "/samples")  # suffixes of fields that accompany the task scores TASK/METRIC
-# Prefixes of the fields per parameter, in the order of their charts. A stacked parameter has one number per layer.
-_PERIODIC = ("grad_norm/", "param_norm/", "update_ratio/")  # see the key `parameter_metrics_period`
+# Prefixes of the fields that exist for each parameter. A stacked parameter's field is a list, with one number per
+# layer.
+_PERIODIC = ("grad_norm/", "param_norm/", "update_ratio/")  # written if `parameter_metrics_period` is set
 
 _FOLDED = 12  # a section with more charts is folded
 _SAMPLES = 3  # the maximum number of samples
-# At most this many prompts per round, best answers (and as many worst answers) per prompt, and characters per text.
+# The page shows at most this many prompts of a round, best answers of a prompt (and as many worst answers), and
+# characters of a text.
 _PROMPTS, _ANSWERS, _CHARACTERS = 4, 2, 600
 _COMPUTED = "computed from the other keys and the devices"
 
 
 def report_html(runs: Sequence[Record]) -> str:
-    """Returns the HTML page about `runs`. It does not link to other files."""
+    """Returns the HTML page about `runs`, which needs no other files."""
     title = " and ".join(run.name for run in runs)
     alone, heads = len(runs) == 1, [_name(number, run) for number, run in enumerate(runs)]
     charts = [line_chart(name, _lines(runs, field), unit, scale) for name, field, unit, scale in _CHARTS]
@@ -87,14 +89,14 @@ def report_html(runs: Sequence[Record]) -> str:
 
 
 def _lines(runs: Sequence[Record], field: str) -> list[Line]:
-    """Returns one chart line per run for a field of metrics.jsonl."""
+    """Returns one chart line per run for a field of metrics.jsonl; [] for `skipped` if no run skipped an update."""
     if field == "skipped" and not any(run.sums["skipped"] for run in runs):
         return []
     return [Line(run.name, run.series.get(field, Series()), run.resumed_at()) for run in runs]
 
 
 def _grouped(runs: Sequence[Record]) -> dict[str, list[str]]:
-    """Returns the fields that are not in `_CHARTS`, grouped by section title."""
+    """Returns the fields that get a chart but are not in `_CHARTS`, grouped by section title."""
     drawn = {field for _, field, *_ in _CHARTS} | set(_NOT_DRAWN)
     names = [name for name in dict.fromkeys(name for run in runs for name in run.series) if name not in drawn]
     periodic = [name for name in names if name.startswith(_PERIODIC)]
@@ -138,7 +140,7 @@ def _summary(runs: Sequence[Record]) -> list[list[str]]:
 
 
 def _time(run: Record, alone: bool) -> str:
-    """Returns how all processes of the run together spent their time: a bar and a table."""
+    """Returns a bar and a table that show how all processes of the run together spent their time."""
     spent = run.goodput.seconds()
     whole = sum(spent.values())
     if not whole:
@@ -171,8 +173,8 @@ def _samples(run: Record, alone: bool) -> str:
 def _rollouts(run: Record, alone: bool) -> str:
     """Returns a few prompts of the newest round with some of their answers.
 
-    If answers have rewards, shows the best and the worst answers, and first the prompts whose answers have different
-    rewards.
+    If answers have rewards, shows the best and the worst answers of each prompt. Prompts whose answers have different
+    rewards come first.
     """
     if not run.rollouts:
         return ""
@@ -192,20 +194,20 @@ def _rollouts(run: Record, alone: bool) -> str:
 
 
 def _answer(row: Mapping[str, Any]) -> tuple[float, float, str]:
-    """Returns the reward and the advantage of a completion, and its text."""
+    """Returns the reward, the advantage and the text of a completion, as HTML."""
     reward, advantage = number(row.get("reward")), number(row.get("advantage"))
     cut = ' <span class="unit">(no end)</span>' if row.get("truncated") else ""
     return reward, advantage, _excerpt(row.get("completion")) + cut
 
 
 def _excerpt(value: Any) -> str:
-    """Returns the beginning and the end of a long text, escaped."""
+    """Returns the text `value`, escaped, without the middle if it is long."""
     text, half = str(value), _CHARACTERS // 2
     return html.escape(visible(text if len(text) <= _CHARACTERS else f"{text[:half]} ... {text[-half:]}"))
 
 
 def _starts(run: Record, alone: bool) -> str:
-    """Returns a table of the times that a run was started or resumed; empty if it was never resumed."""
+    """Returns a table with a row for each start of the run, or an empty string if the run was never resumed."""
     if not run.resumed_at():
         return ""
     fields = ("step", "time", "devices", "mesh", "combination")
@@ -214,7 +216,8 @@ def _starts(run: Record, alone: bool) -> str:
 
 
 def _sharding(run: Record, alone: bool) -> str:
-    """Returns a collapsed table of how the train state and the gradients are sharded since the latest start."""
+    """Returns a collapsed table of the shardings of the train state and the gradients, as recorded at the latest
+    start."""
     shardings: Any = run.starts[-1].get("sharding") if run.starts else None
     shardings = shardings if isinstance(shardings, dict) else {}
     rows = [_texts(row) for row in _list(shardings.get("rows"))]
@@ -247,7 +250,7 @@ def _settings(runs: Sequence[Record], heads: Sequence[str]) -> str:
 
 
 def _list(value: Any) -> list[Any]:
-    """Returns `value`, or an empty list if it is not a list, as in a manually edited file."""
+    """Returns `value` if it is a list. Otherwise, the file was edited manually, and the result is an empty list."""
     return value if isinstance(value, list) else []
 
 

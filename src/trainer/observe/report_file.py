@@ -17,9 +17,9 @@ from trainer.runtime.folders import replace_file
 class ReportFile:
     """Writes report.html. The time per write does not grow with the number of steps.
 
-    The data of the page is kept in memory; only rollouts are reread.
+    The data of the page is kept in memory; only the rollouts are read again from their file.
 
-    A failure to write the page is reported, once for each reason, and does not end the run.
+    A failure to write the page does not end the run. It is reported, unless the previous report had the same reason.
     """
 
     def __init__(
@@ -29,8 +29,8 @@ class ReportFile:
         say: Callable[[str], None],
         goodput: Goodput | None = None,
     ):
-        """`rows`: the rows of earlier steps. `goodput`: an object that the run updates; None: read once from the
-        folder."""
+        """`rows`: the rows of metrics.jsonl for earlier steps. `goodput`: the record of the run's time, which the run
+        updates; None: it is read once from the folder."""
         self._folder, self._say, self._said = folder, say, ""
         self._next = 0.0
         self._record = self._begun(rows)
@@ -43,7 +43,7 @@ class ReportFile:
             self._record.add(row)
 
     def refresh(self) -> None:
-        """Writes the page, unless the last write took more than 1 % of the time since then."""
+        """Writes the page if the time since the last write is at least 100 times as long as that write took."""
         if time.monotonic() >= self._next:
             self.write()
 

@@ -42,8 +42,8 @@ class RolloutFiles:
 
 
 def newest_rollouts(run_folder: Path) -> list[dict[str, Any]]:
-    """Returns the completions of the newest round, without tokens and log-probabilities, which may be large; [] if
-    there are no completions. Raises UserError if the file is damaged."""
+    """Returns the completions of the newest round, or [] if there are none. Omits tokens and log-probabilities, which
+    may be large. Raises UserError if the file is damaged."""
     check_folder(run_folder, (ROLLOUTS,))
     numbers = _numbers(run_folder / ROLLOUTS)
     rows = read_rows(numbers[max(numbers)]) if numbers else []

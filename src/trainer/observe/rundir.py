@@ -22,16 +22,16 @@ from trainer.runtime.storage import entries, files_below, is_remote, remedy
 
 CONFIG_FILE, REPORT_FILE, FINISHED_FILE, CHECKPOINTS = "config.yml", "report.html", "finished", "checkpoints"
 SAMPLES_FILE = "samples.jsonl"  # one row per sample, with the step, the prompt and the text
-ROLLOUTS = "rollouts"  # the folder of `observe.rollouts`
+ROLLOUTS = "rollouts"  # the folder of the files that `observe.rollouts` writes
 EVALUATIONS = "evaluations"  # the folder of task evaluations, with one subfolder per evaluation
 _FILES = (CONFIG_FILE, STARTS_FILE, METRICS_FILE, GOODPUT_FILE, EVENTS_FILE, SAMPLES_FILE, REPORT_FILE, FINISHED_FILE)
-_GROWING = (EVENTS_FILE, GOODPUT_FILE)  # files to which the next run would append
+_GROWING = (EVENTS_FILE, GOODPUT_FILE)  # files to which a later run in this folder would append
 OWN_FILES = (*_FILES, LOCK_FILE, LEASE_FILE)  # the files that a run writes into its folder, other than checkpoints
 STARTS_OVER = "{} has no checkpoint yet: starting over"
 
 
 class RunDir(NamedTuple):
-    """A run's folder, owned exclusively while `lease` is open. A context manager that closes the lease.
+    """A run's folder, owned exclusively while `lease` is open. As a context manager, it closes the lease on exit.
 
     If several processes train together, process 0 has the lease for all processes and writes all files.
 
@@ -105,14 +105,17 @@ class RunDir(NamedTuple):
     def begin(self, config_yml: str, start: Mapping[str, Any], *, resumed: bool, say: Callable[[str], None]) -> None:
         """Writes config.yml, adds `start` to starts.json and marks the run as unfinished.
 
-        If the run does not resume from a checkpoint, existing metrics are renamed if either run has checkpoints
-        disabled. Otherwise the earlier run ended before its first checkpoint, and its metrics are overwritten.
+        A run that does not resume from a checkpoint may find the metrics of an earlier run. If this run or the earlier
+        run has checkpoints disabled, the earlier run's files are renamed. Otherwise the earlier run ended before its
+        first checkpoint, and its metrics are overwritten.
 
         Args:
           config_yml: the resolved configuration.
-          start: this process's entry in starts.json, with its first `step`; see `training.start_entry`.
+          start: this process's entry in starts.json (see `training.reports.start_entry`). Its field `step` is the
+            process's first step.
           resumed: whether the run resumes from one of its own checkpoints.
-          say: called with a line about existing metrics that no checkpoint covers.
+          say: called with a line if an earlier run's metrics are renamed or overwritten, or if rows of earlier steps
+            are missing.
 
         Raises:
           UserError: existing metrics belong to a finished run whose checkpoints are gone; the disk is full; or another
@@ -157,7 +160,7 @@ class RunDir(NamedTuple):
         number = next(
             n for n in itertools.count(1) if taken.isdisjoint(Path(_numbered_file(name, n)).parts[0] for name in kept)
         )
-        # The metrics are renamed last, so that a process restarted before then repeats the whole procedure.
+        # The metrics are renamed last, so that after an interruption the next process repeats the whole procedure.
         if self.remote is not None:
             for name in kept:
                 copy = self.remote / _numbered_file(name, number)
@@ -253,7 +256,7 @@ def _without_checkpoints(config_yml: str) -> bool:
 
 def _numbered_file(name: str, number: int) -> str:
     first, slash, rest = name.partition("/")
-    if slash:  # TensorBoard shows each folder as a separate run.
+    if slash:  # the folder gets the number, because TensorBoard shows each folder as a run
         return f"{first}-{number}/{rest}"
     stem, _, ending = name.rpartition(".")
     return f"{stem}-{number}.{ending}"

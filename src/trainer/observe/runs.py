@@ -1,4 +1,4 @@
-"""Selects the folder of a run: the folder with its name, an unfinished run's folder, or the next free number."""
+"""Selects the folder of a run: the folder with the given name, an unfinished run's folder, or a new numbered folder."""
 
 import contextlib
 import itertools
@@ -35,19 +35,18 @@ def open_run(
     """Chooses the run's folder, creates it if it is new, and takes its lease. Process 0 does this for all processes.
 
     If `run_name` is given, the folder is base_output_directory/run_name; parent folders are also created. An empty
-    `run_name` resumes the newest numbered run (run-0001, run-0002, ...) whose config.yml equals `config_yml`, which is
-    unfinished and has no live owner. Otherwise the next number is used.
+    `run_name` resumes the newest numbered run (run-0001, run-0002, ...) that is unfinished, has no live owner, and has
+    a config.yml equal to `config_yml`. If there is no such run, a folder with the next number is created.
 
     Args:
       config_yml: the resolved configuration, as it will be written.
       resumes: whether runs save checkpoints to resume from. If not, an empty name always selects the next number, and a
         name whose folder contains checkpoints is an error.
-      say: called with a line if a run without a name is resumed, and while waiting to see whether a run's owner is
-        alive.
+      say: called with a line if an empty name resumes a run, and while waiting to see whether a run's owner is alive.
 
     Raises:
       UserError: the folder cannot be created or written, the name is outside `base_output_directory`, a live process
-        owns the run, or it cannot be resumed.
+        owns the run, or the run cannot be resumed.
     """
     opened: list[RunDir] = []
 
@@ -125,7 +124,8 @@ def _in_use(path: Any, say: Callable[[str], None]) -> bool:
 
 
 def runs_to_resume(base_output_directory: str, run_name: str) -> list[Any]:
-    """Returns the folders of runs that a command with these keys may resume, the newest first. They need not exist.
+    """Returns the folders of runs that a command with these keys may resume, the newest first. The folder of a given
+    name need not exist.
 
     Raises:
       UserError: the name is outside `base_output_directory`.
@@ -170,7 +170,8 @@ def _taken(path: Any, say: Callable[[str], None]) -> RunDir | None:
 
 def _unfinished(base: Any, config_yml: str, say: Callable[[str], None]) -> RunDir | None:
     for _, path in sorted(_numbers(base), reverse=True):
-        # Checked before taking over, so as not to lock out other runs' processes, and again under the lease.
+        # The run is checked before it is taken, so that this process does not lock out processes of other runs, and
+        # again under the lease.
         if _fits(path, config_yml) and (run := _taken(path, say)):
             if _fits(path, config_yml):
                 if (path / CONFIG_FILE).exists():

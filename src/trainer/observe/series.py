@@ -1,11 +1,11 @@
-"""The values of one measure over the steps of a run. Its size does not grow with the number of steps."""
+"""The values of one measure over the steps of a run, in memory that does not grow with the number of steps."""
 
 import math
 from collections.abc import Iterable
 from typing import Any, Self
 
-INTERVALS = 400  # the maximum; a screen cannot show more
-_LARGEST = 1e300  # differences of smaller numbers are finite
+INTERVALS = 400  # the maximum number of intervals; a screen cannot show more
+_LARGEST = 1e300  # larger values count as not finite, so that differences of finite values do not overflow
 
 Point = tuple[float, float]
 
@@ -13,10 +13,11 @@ Point = tuple[float, float]
 class _Interval:
     """The lowest and the highest point among consecutive values; None if no value is finite.
 
-    Among equal values, the first counts as the lowest and the last as the highest, so that both ends are kept.
+    Among equal values, the first counts as the lowest and the last as the highest, so that both ends of a constant
+    interval are kept.
 
     Attributes:
-      broken: whether the line is interrupted after the interval, because one of its values is not finite.
+      broken: whether the line is interrupted after the interval, because one of the interval's values is not finite.
     """
 
     __slots__ = ("broken", "high", "low")
@@ -34,7 +35,7 @@ class _Interval:
             self.high = high
 
     def join(self, other: "_Interval") -> "_Interval":
-        """Merges the next interval into this one, which is returned."""
+        """Merges the next interval into this interval, and returns this interval."""
         if other.low is not None and other.high is not None:
             self.add(other.low, other.high)
         self.broken |= other.broken
@@ -44,7 +45,8 @@ class _Interval:
 class Series:
     """Points (step, value) in the order of the steps, stored as at most INTERVALS intervals of equally many values.
 
-    An interval keeps its lowest and its highest point, so no spike is lost. Up to 2 * INTERVALS values are all kept.
+    An interval keeps its lowest and its highest point, so no spike is lost. If there are at most 2 * INTERVALS values,
+    all are kept.
     """
 
     def __init__(self) -> None:
@@ -100,9 +102,10 @@ class Series:
 
 
 def number(value: Any) -> float:
-    """Returns a row's value as a float; for a list, such as one number per layer, its largest finite number.
+    """Returns a row's value as a float. Of a list, which has one number per layer, for example, returns the largest
+    finite number.
 
-    Returns NaN for anything else, so that a manually edited file still has a chart.
+    Returns NaN for anything else, so that a manually edited file can still be drawn.
     """
     if type(value) is float:  # most values are floats
         return value if abs(value) < _LARGEST else math.nan

@@ -1,4 +1,4 @@
-"""starts.json: how each process of a run began. Only the report reads it."""
+"""starts.json: an entry for each start of a run, which describes how it began. Only the report reads this file."""
 
 import json
 from collections.abc import Mapping
@@ -8,13 +8,13 @@ from typing import Any
 from trainer.config.json_files import parsed
 
 STARTS_FILE = "starts.json"
-_NEWEST_ONLY = ("sources", "sharding")  # kept only in the newest entry, so that the file stays small
+_NEWEST_ONLY = ("sources", "sharding")  # fields that only the newest entry keeps, so that the file stays small
 
 
 def with_start(path: Path, start: Mapping[str, Any], *, resumed: bool) -> str:
-    """Returns the content of the file `path` with the entry `start` appended; see `training.start_entry`.
+    """Returns the content of the file `path` with the entry `start` appended; see `training.reports.start_entry`.
 
-    `resumed`: whether to keep the earlier entries, without their fields in _NEWEST_ONLY.
+    If `resumed`, the earlier entries are kept, without their fields in _NEWEST_ONLY. Otherwise, they are dropped.
     """
     earlier = read_starts(path) if resumed else []
     kept = [{name: value for name, value in entry.items() if name not in _NEWEST_ONLY} for entry in earlier]
@@ -22,7 +22,7 @@ def with_start(path: Path, start: Mapping[str, Any], *, resumed: bool) -> str:
 
 
 def read_starts(path: Path) -> list[dict[str, Any]]:
-    """Returns the entries in order; [] if the file is missing or damaged."""
+    """Returns the valid entries in order; [] if the file is missing or damaged."""
     try:
         content = parsed(path.read_text(encoding="utf-8", errors="replace"))
     except (OSError, ValueError):

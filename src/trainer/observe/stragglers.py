@@ -2,9 +2,9 @@
 
 All processes measure the same time for a step, because each waits for the others within the step. They differ in host
 time: the time that the loop spends on data, files and Python instead of waiting for devices. Host time costs nothing
-while the devices compute. So it counts only in steps that consist almost entirely of host time, because the devices
-wait for the host in these steps. A slow accelerator is not detected, because its host waits for it like all other
-hosts.
+while the devices compute. In a step that consists almost entirely of host time, however, the devices wait for the host.
+Therefore, host time counts only in these steps. A slow accelerator is not detected, because its host waits for it, as
+all other hosts do.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,14 +12,16 @@ from typing import Any
 
 import numpy as np
 
-_SHARE, _PERIODS = 0.1, 5  # late: host time above the median by this share of a step, in this many consecutive periods
-_BUSY = 0.9  # host time counts only in steps in which it exceeds this share of the step
+# A process is late if its host time exceeds the median by `_SHARE` of a step in `_PERIODS` consecutive periods.
+_SHARE, _PERIODS = 0.1, 5
+_BUSY = 0.9  # host time counts only in a step of which it takes more than this share
 
 
 class Stragglers:
     """Compares the mean host times of all processes every `period` steps. Reports a process each time it becomes late.
 
-    The means of a period are read at the end of the next period, so that no process waits for the exchange.
+    The processes exchange the means of a period during the next period and read them at its end, so that no process
+    waits for the exchange.
     """
 
     def __init__(
@@ -33,10 +35,11 @@ class Stragglers:
         self._period, self._hosts, self._gather_later, self._say = period, hosts, gather_later, say
         self._times: list[tuple[float, float, float]] = []
         self._gathered: Callable[[], Any] | None = None
-        self._late = np.zeros(len(hosts), int)  # consecutive late periods of each process
+        self._late = np.zeros(len(hosts), int)  # of each process: consecutive periods above the limit
 
     def add(self, step: int, own: float, waited: float, elapsed: float) -> None:
-        """Adds the times of a step in seconds: host time, its part spent waiting for data, and the total.
+        """Adds the times of a step in seconds: the host time `own`, its part `waited` that was spent waiting for data,
+        and the total `elapsed`.
 
         All processes must call it."""
         self._times.append((own if own > _BUSY * elapsed else 0.0, waited, elapsed))
@@ -49,7 +52,7 @@ class Stragglers:
     def late(self, means: Any) -> list[str]:
         """Returns a line for each process that has just become late.
 
-        `means`: each process's means of the times in `add`, [processes, 3].
+        `means`: [processes, 3], each process's means over a period of the three times that `add` gets.
         """
         own, waited, elapsed = np.asarray(means).T
         middle, step = np.median(own), np.median(elapsed)

@@ -1,4 +1,4 @@
-"""Formatting of numbers and durations, and lines that fit a width."""
+"""Formats numbers and durations, and shortens lines to a width."""
 
 import math
 from collections.abc import Sequence
@@ -41,7 +41,8 @@ def perplexity(loss: float) -> float:
 
 
 class Field(NamedTuple):
-    """A part of a line. If a line is too long, fields with the highest `drop` are omitted first; 0: never omitted."""
+    """A part of a line. If a line is too long, fields are omitted, highest `drop` first, but never those with
+    `drop` = 0."""
 
     text: str
     drop: int = 0
@@ -49,7 +50,8 @@ class Field(NamedTuple):
 
 
 def fit(fields: Sequence[Field], width: int, gap: str = "  ") -> list[Field]:
-    """Returns the fields that fit in `width` characters when joined by `gap`, in order."""
+    """Omits fields until the others, joined by `gap`, fit in `width` characters or can no longer be omitted. Returns
+    the others in order."""
     kept = list(fields)
     while len(gap.join(field.text for field in kept)) > width:
         last = max(kept, key=lambda field: field.drop)

@@ -1,4 +1,4 @@
-"""Shifts arrays of packed rows to the left, within their segments. NumPy, on the host, where rows are not sharded."""
+"""Shifts arrays of packed rows to the left, and masks tokens without a successor. Uses NumPy on the unsharded rows."""
 
 import numpy as np
 
@@ -9,8 +9,8 @@ def shift_left(x_bt: np.ndarray) -> np.ndarray:
 
 
 def still_inside(segment_bt: np.ndarray) -> np.ndarray:
-    """Returns segments int [b, t] in which the last token of each segment becomes padding (0).
+    """Returns `segment_bt` with the last token of each segment replaced by padding (0): int [b, t].
 
-    Applied k times, it keeps exactly the tokens with k successors in the same segment.
+    Applied k times, the function keeps exactly the tokens with at least k successors in the same segment.
     """
     return np.where(shift_left(segment_bt) == segment_bt, segment_bt, 0)

@@ -1,19 +1,20 @@
 """Causal attention over packed segments: the reference op. Tests compare all other attention ops with it.
 
-Every attention op has the same signature and computes the same function: queries [b, t, h, d], keys and values
-[b, s, k, d] with h a multiple of k (grouped-query attention, Ainslie et al. 2023, arXiv:2305.13245), and a `Mask`.
-Values may have a different width, which is then also the width of the result. Scores and softmax are float32; the
-result has the queries' dtype. An op raises ValueError for anything it does not support.
+Every attention op has the same signature and computes the same function of queries [b, t, h, d], keys and values
+[b, s, k, d] with h a multiple of k (grouped-query attention, Ainslie et al. 2023, arXiv:2305.13245), and a `Mask`. The
+width of values may differ from d; the result has the width of the values. Scores and softmax are float32; the result
+has the queries' dtype. An op raises ValueError for anything it does not support.
 
-`sums`: the dtype in which the CPU backend accumulates values (`sharding.sum_dtype`); None: the values' dtype.
+`sums`: the dtype in which the CPU backend accumulates the weighted values (`sharding.sum_dtype`); None: the values'
+dtype.
 
 `scale`: the factor on the products of queries and keys; None: 1 / sqrt(d).
 
 `sinks`: float32 [h], the logit of an additional key per head whose value is zero and to which every query attends
 (gpt-oss, arXiv:2508.10925); None: no sinks.
 
-`window` > 0: a query sees its own position and the window - 1 positions before it. `soft_cap` > 0: before the mask,
-scores are bounded by soft_cap * tanh(scores / soft_cap) (Gemma 2, arXiv:2408.00118).
+`window` > 0: a query sees its own position and the window - 1 positions before it. `soft_cap` > 0: before masking,
+scores are replaced by soft_cap * tanh(scores / soft_cap), which bounds them (Gemma 2, arXiv:2408.00118).
 """
 
 from typing import NamedTuple
@@ -36,9 +37,11 @@ class Mask(NamedTuple):
     documents: jax.Array | None = None
 
     def in_chunks(self, size: int) -> "Mask":
-        """Returns a mask for chunked attention with `window` = `size`: queries see only their chunk of a document.
+        """Returns a mask for chunked attention: with `window` = `size`, a query sees only keys in its chunk of its
+        document.
 
-        Each document becomes two segments: the even and the odd chunks. The window separates chunks of equal parity.
+        The even chunks of a document become one segment, and the odd chunks another. Within a segment, the window
+        separates the chunks.
         """
 
         def halves(segment: jax.Array, position: jax.Array) -> jax.Array:
@@ -55,7 +58,7 @@ class Dropout(NamedTuple):
     """
 
     key: jax.Array
-    row: jax.Array  # [b] int
+    row: jax.Array  # [b] int, the indices of the rows in the global batch
     rate: float
     whole: tuple[int, int] | None = None  # the numbers of heads and keys of a whole row; None: the numbers in the call
     first_head: jax.Array | int = 0  # the index of the call's first head among all heads
@@ -63,7 +66,7 @@ class Dropout(NamedTuple):
 
     def keep(self, query_t: jax.Array, heads: int, keys: int, first_key: jax.Array | int = 0) -> jax.Array:
         """Returns the mask of kept weights, bool [b, heads, t, keys]. `query_t`: int [t], the indices of the queries in
-        the call. `first_key`: the row index of the call's first key."""
+        the call. `first_key`: the index in the row of the call's first key."""
         if self.whole is None:
             return attention_keep(self.key, self.row, query_t, heads, keys, self.rate)
         drawn = attention_keep(self.key, self.row, self.first_query + query_t, *self.whole, self.rate)
@@ -106,7 +109,8 @@ def attend(
     sinks: jax.Array | None,
     sums: jnp.dtype | None,
 ) -> jax.Array:
-    """Computes attention: [b, t, h, d]. `keep_bhts`: the weights to keep (None: all), scaled by 1 / (1 - rate)."""
+    """Computes attention: [b, t, h, d]. `keep_bhts`: the mask of the weights to keep, which are scaled by 1 /
+    (1 - rate); None: no dropout."""
     rows, length, heads, width = query.shape
     kv_heads = key.shape[2]
     query = query.reshape(rows, length, kv_heads, heads // kv_heads, width)

@@ -1,7 +1,9 @@
-"""Attention in blocks of queries, in plain XLA. Neither pass materializes the full score matrix.
+"""Attention in blocks of queries, in plain XLA. Neither the forward nor the backward pass materializes the full score
+matrix.
 
 The backward pass recomputes each block's scores. It is written by hand so that a block's key gradients are added only
-to the keys that the block reads. Autodiff of a loop over slices would add a gradient array of all keys for every block.
+to the keys that the block reads. Autodiff of a loop over slices would, for every block, add an array with the gradients
+of all keys.
 """
 
 import functools
@@ -28,7 +30,7 @@ class _Static(NamedTuple):
 
 
 class _Context(NamedTuple):
-    """Inputs that have no gradient: [n, b, t] for the n blocks of queries, [b, s] for the keys."""
+    """Inputs that have no gradient. Arrays of the queries are divided into n blocks. Arrays of the keys are [b, s]."""
 
     query_index: jax.Array  # [n, t], index within the row
     query_position: jax.Array  # [n, b, t]
@@ -55,9 +57,9 @@ def blockwise_attention(
 ) -> jax.Array:
     """Computes `dot_product_attention`, one block of queries at a time, with scores [b, h, block, s].
 
-    With a window, both passes read only the block + window - 1 keys that a block can see. Then query i and key i must
-    be the same token, and positions must grow by one along a segment. Dropout draws the same masks as
-    `dot_product_attention`.
+    With a window, both passes read, for each block, only the block + window - 1 keys that it can see. This requires
+    that query i and key i are the same token, and that positions grow by one along a segment. Dropout draws the same
+    masks as `dot_product_attention`.
     """
     rows, length = query.shape[:2]
     block = min(block, length)
@@ -116,7 +118,7 @@ def _one_block(
     )
     keep = None
     if context.dropout_key is not None and context.row is not None:
-        # Drawn for all keys of the row, as in the reference op, even with a window.
+        # The mask is drawn for all keys of the row, as in the reference op, even with a window.
         keep = attention_keep(
             context.dropout_key, context.row, context.query_index[i], query.shape[2], static.length, static.rate
         )
@@ -131,7 +133,8 @@ def _one_block(
 def _all_blocks(
     static: _Static, query: jax.Array, key: jax.Array, value: jax.Array, sinks: jax.Array | None, context: _Context
 ) -> jax.Array:
-    """Maps queries [n, b, t, h, d], keys and values [b, s, k, d] to [n, b, t, h, d], with the values' d."""
+    """Maps queries [n, b, t, h, d], keys and values [b, s, k, d] to results [n, b, t, h, d], where the last d is the
+    width of the values."""
 
     def step(_, xs):
         i, query = xs

@@ -27,16 +27,18 @@ def cudnn_attention(
     """Computes `dot_product_attention` without dropout, soft cap or sinks, in bfloat16: [b, t, h, d].
 
     The kernel applies the causal mask and the window by index in the row, not by the positions of `mask`: query i and
-    key i must be the same token, and positions must grow by one along a segment. If `mask.documents` is given, it
-    defines the segments; results of padding are then undefined, but finite. Otherwise, segments become a bias on the
-    scores: b t s bfloat16 numbers (128 MB per row of 8192 tokens), in the forward and in the backward pass. All heads
-    share one bias, so it has 1 / h of the score matrix's entries, and the compiler may share it between layers.
+    key i must be the same token, and positions must grow by one along a segment. If `mask.documents` is given and the
+    kernel can address the documents, they define the segments, and results of padding are undefined, but finite.
+    Otherwise, the segments become a bias on the scores: b t s bfloat16 numbers (128 MB per row of 8192 tokens), in the
+    forward and in the backward pass. All heads share one bias, so it has 1 / h of the score matrix's entries, and the
+    compiler may share it between layers.
 
-    The residuals have the checkpoint name "context" (`jax.ad_checkpoint.checkpoint_name`), so a policy that saves
-    "context" does not rerun the forward kernel. `implementation="xla"` computes the same on any platform.
+    The residuals have the checkpoint name "context" (`jax.ad_checkpoint.checkpoint_name`), so the forward kernel is not
+    rerun if the rematerialization policy saves "context". `implementation="xla"` computes the same function on any
+    platform.
 
     Raises:
-      ValueError: the call requests dropout, a soft cap, sinks, or another dtype.
+      ValueError: the call requests dropout, a soft cap or sinks, or the dtype is not bfloat16.
     """
     if dropout is not None or soft_cap or sinks is not None:
         raise ValueError("cudnn_attention supports neither dropout of attention weights nor a soft cap nor sinks")
@@ -48,8 +50,8 @@ def cudnn_attention(
     elif not documents.shape[1]:
         documents = None
     if implementation == "cudnn":
-        # The same number as in JAX: finite, and large enough that the kernel's difference of two of them cannot
-        # overflow.
+        # The number that JAX uses here: finite, and small enough in magnitude that the kernel's difference of two such
+        # numbers cannot overflow.
         bias = None if same_segment is None else jnp.where(same_segment, 0, -(2.0**41)).astype(query.dtype)
         return fused_attention(Fused(scale, window), query, key, value, bias, documents)
     if documents is not None and documents.shape[1] == 1:
@@ -74,9 +76,9 @@ def cudnn_attention(
 
 
 def _readable(mask: Mask, query: jax.Array, value: jax.Array) -> jax.Array | None:
-    """Returns the documents of `mask`; None if there are several per row and the kernel cannot address them. It
-    addresses documents by int32 offsets, counted in array entries. Queries and results share one array of offsets, as
-    do keys and values."""
+    """Returns `mask.documents`, or None if there are several documents per row and the kernel cannot address them. The
+    kernel addresses documents by int32 offsets, counted in array entries. Queries and results share one array of
+    offsets, and so do keys and values; therefore, all widths must be equal."""
     if mask.documents is None or mask.documents.shape[1] < 2:
         return mask.documents
     return mask.documents if value.shape[-1] == query.shape[-1] and query.size < 2**31 else None

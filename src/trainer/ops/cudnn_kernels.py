@@ -1,8 +1,8 @@
 """cuDNN's attention kernels: forward, and backward from the forward kernel's residuals.
 
-`jax.nn.dot_product_attention` calls the same kernels, but it does not name their residuals, so no rematerialization
-policy can save them, and it always computes the gradient of the bias. This file therefore calls JAX's private
-primitives directly. No other file uses them (docs/decisions/0035-cudnn-kernels.md).
+`jax.nn.dot_product_attention` calls the same kernels, but it gives their residuals no checkpoint name, so no
+rematerialization policy can save the residuals. It also always computes the gradient of the bias. This file therefore
+calls JAX's private primitives directly. No other file uses them (docs/decisions/0035-cudnn-kernels.md).
 """
 
 import functools
@@ -60,7 +60,7 @@ fused_attention.defvjp(_forward, _backward)
 
 
 def _by_rows(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `kernel`, a function of arrays [b, ...], such that `jax.vmap` merges the mapped axis into b."""
+    """Wraps `kernel`, a function of arrays [b, ...], so that `jax.vmap` merges the mapped axis into b."""
 
     @jax.custom_batching.custom_vmap
     def call(*arrays: Any) -> Any:
@@ -123,14 +123,15 @@ def _call(
     elif documents is not None:
         sizes, starts = packed(documents, query.shape[1])
         lengths, starts = sizes.reshape(documents.shape), starts.reshape(len(documents), -1)
-        # Counted in entries, not in tokens. JAX 0.10 would use the number of query heads for the keys' offsets, too.
+        # Offsets are counted in entries, not in tokens. They are computed here, because JAX 0.10 would use the number
+        # of query heads for the keys' offsets, too.
         offsets = [starts * (x.shape[2] * x.shape[3]) for x in (query, key)]
-    # After the bias: the lengths of queries and keys, their offsets, and two page tables.
+    # The operands after the bias are the lengths of queries and keys, their offsets, and two page tables.
     return [absent if bias is None else bias, lengths, lengths, *offsets, absent, absent], parameters
 
 
 def _jaxs() -> Any:
-    # Imported late, because only runs on GPUs need it.
+    # Imported late, because only runs on GPUs need this module.
     from jax._src.cudnn import fused_attention_stablehlo
 
     return fused_attention_stablehlo

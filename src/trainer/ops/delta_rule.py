@@ -15,14 +15,16 @@ import jax.numpy as jnp
 
 
 class Chunks(NamedTuple):
-    """The terms within chunks that do not depend on the memory at a chunk's start, for all chunks.
+    """For all chunks, the terms of the rule that do not depend on the memory at the chunk's start.
 
     Attributes:
       query, key: [b, n, h, c, k].
       value: [b, n, h, c, v], the corrections that the tokens would write if the memory at the chunk's start were 0.
-      read: [b, n, h, c, k]; the memory at the chunk's start changes these corrections by -read S.
-      between: [b, n, h, c, c], the decay from token j to token i; 0 unless j <= i, in the same document.
-      since: [b, n, h, c], the decay of the memory at the chunk's start; 0 after the start of a document.
+      read: [b, n, h, c, k]; a memory S at the chunk's start changes the corrections `value` by -read S.
+      between: [b, n, h, c, c], at index (i, j), the decay from token j to token i; 0 unless j <= i and both are in the
+        same document.
+      since: [b, n, h, c], for each token, the decay from the chunk's start to the token; 0 if a document begins in
+        between or at the token.
     """
 
     query: jax.Array
@@ -46,7 +48,7 @@ def gated_delta_rule(
     chunk: int,
     at_br: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the rule chunk by chunk, with matrix products within a chunk.
+    """Computes the gated delta rule chunk by chunk, with matrix products within a chunk.
 
     Args:
       decay_bth: at most 0. A token with decay 0 and beta 0 leaves the memory unchanged, unless it begins a document.
@@ -54,7 +56,7 @@ def gated_delta_rule(
         a larger index than its predecessor starts with a memory of 0.
       memory_bhkv: the memory before the first token; None: 0.
       chunk: the number of tokens in a chunk.
-      at_br: int, at least 0, the tokens after which the memory is returned; None: the last one.
+      at_br: int, at least 0, the indices of the tokens after which the memory is returned; None: only the last token.
 
     Returns:
       The results, [b, t, h, v], and the memory [b, h, k, v] after the last token or [b, r, h, k, v] after each token in
@@ -95,8 +97,8 @@ def _chunks(
     """Computes `Chunks` from arrays [b, n, h, c, ...]."""
     size = decay.shape[-1]
     lower = jnp.tril(jnp.ones((size, size), bool))
-    # The sums of the decays of tokens j + 1 to i. As differences of cumulative sums, they would lose the digits of a
-    # slow decay that follows a fast one.
+    # The sums of the decays of tokens j + 1 to i. If they were computed as differences of cumulative sums, a slow decay
+    # that follows a fast one would lose digits.
     after_j = jnp.where(lower & ~jnp.eye(size, dtype=bool), decay[..., None], 0)
     log = jnp.einsum("il,bnhlj->bnhij", lower.astype(jnp.float32), after_j)
     same = (document_bnc[..., :, None] == document_bnc[..., None, :]) & lower
@@ -111,19 +113,20 @@ def _chunks(
 
 
 def _unit_inverse(strict: jax.Array) -> jax.Array:
-    """Returns the inverse of I + `strict`, which is [..., c, c] and strictly lower triangular.
+    """Returns the inverse of I + `strict`. `strict`: [..., c, c], strictly lower triangular.
 
     Uses matrix products, because triangular solvers take 25 times as long on a CPU, and run row by row on a TPU.
     """
     index, identity = jnp.arange(strict.shape[-1]), jnp.eye(strict.shape[-1], dtype=strict.dtype)
     fixed, inverse, size = jax.lax.stop_gradient(strict), identity, 1
     while size < len(index):
-        # Diagonal blocks of `size` are inverted so far. The inverse of [[A, 0], [B, C]] is [[A', 0], [-C'BA', C']].
+        # So far, the diagonal blocks with `size` rows are inverted. With A' for the inverse of A, the inverse of
+        # [[A, 0], [B, C]] is [[A', 0], [-C'BA', C']].
         block = index // size
         below = (block[:, None] % 2 == 1) & (block[:, None] == block + 1)
         inverse = inverse - inverse @ jnp.where(below, fixed, 0) @ inverse
         size *= 2
-    # One Newton step has the gradient of the inverse, so the backward pass need not store the steps above.
+    # The gradient of this Newton step is that of the inverse, so the backward pass need not store the loop's steps.
     return inverse + inverse @ (identity - (identity + strict) @ inverse)
 
 

@@ -1,7 +1,7 @@
 """Divergences between the distributions of two models over the same tokens. v: the size of the vocabulary.
 
-KL(p || q) is the sum of p log(p / q) - p + q. The terms - p + q sum to 0 over the vocabulary, but without them rounding
-would give equal distributions a nonzero gradient.
+KL(p || q) is computed as the sum of p log(p / q) - p + q over the vocabulary. The terms - p + q sum to 0, but without
+them rounding would give equal distributions a nonzero gradient.
 """
 
 import functools
@@ -27,7 +27,7 @@ def reverse_kl(student: jax.Array, teacher: jax.Array) -> jax.Array:
 
 
 def jensen_shannon(weight: float, student: jax.Array, teacher: jax.Array) -> jax.Array:
-    """Returns weight KL(teacher || m) + (1 - weight) KL(student || m), m = weight teacher + (1 - weight) student.
+    """Returns weight KL(teacher || m) + (1 - weight) KL(student || m), where m = weight teacher + (1 - weight) student.
 
     This is the generalized Jensen-Shannon divergence of Agarwal et al. 2024 (arXiv:2306.13649). `weight`: in (0, 1).
     """
@@ -50,8 +50,8 @@ def first_tokens(count: int, *logits: jax.Array) -> list[jax.Array]:
 
 
 def with_others(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Returns the logits of `tokens` [..., k] and one logit for all other tokens together, [..., k + 1], from all
-    logits [..., v]."""
+    """Returns the logits of `tokens` [..., k], followed by one logit for all other tokens together: [..., k + 1].
+    `logits`: [..., v]."""
     chosen = jnp.take_along_axis(logits, tokens, axis=-1)
     others = jnp.put_along_axis(logits, tokens, _ABSENT, axis=-1, inplace=False)
     return jnp.concatenate([chosen, jax.nn.logsumexp(others, axis=-1, keepdims=True)], axis=-1)

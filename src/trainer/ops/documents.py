@@ -1,8 +1,9 @@
 """The lengths of each row's documents, in order: int [b, n]. Rows with fewer than n documents have zeros at the end.
 
-n = 0: each row is one document. n = 1: one document, and padding, which attends to nothing. n > 1: up to n - 1
-documents, with padding as a further document, so that the lengths sum to the length of the row. The lengths are
-equivalent to the segments of a `Mask`, but a kernel that reads lengths needs no mask over pairs of tokens.
+If n = 0, each row is one document. If n = 1, each row is one document followed by padding, which attends to nothing. If
+n > 1, each row contains up to n - 1 documents, and its padding counts as a further document, so that the lengths sum to
+the length of the row. The lengths are equivalent to the segments of a `Mask`, but a kernel that reads lengths needs no
+mask over pairs of tokens.
 """
 
 import jax
@@ -27,8 +28,9 @@ def part_of_token(length_bn: jax.Array, tokens: int) -> jax.Array:
 
 
 def packed(length_bn: jax.Array, tokens: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the non-empty documents of all rows, concatenated: the lengths [b n], padded with zeros; and the index of
-    each document's first token among all rows of `tokens` tokens, [b n + b], padded with the number of all tokens.
+    """Returns two arrays about the non-empty documents of all rows, in order: their lengths, [b n], padded with zeros;
+    and the indices of their first tokens, [b n + b], padded with the number of all tokens. These indices count the
+    tokens of all rows, which have `tokens` tokens each.
     """
     rows, most = length_bn.shape
     first_bn = jnp.cumsum(length_bn, axis=1) - length_bn + tokens * jnp.arange(rows)[:, None]
@@ -42,7 +44,7 @@ def packed(length_bn: jax.Array, tokens: int) -> tuple[jax.Array, jax.Array]:
 def document_numbers(position_bt: jax.Array, segment_bt: jax.Array) -> jax.Array:
     """Returns the number of documents that began in each row up to each token: int32 [b, t].
 
-    A document begins at position 0 or where the segment changes. The first token of a row with a later position does
+    A document begins at position 0 or where the segment changes. If a row's first token has a later position, it does
     not begin a document, because the row may continue an earlier call. Padding (segment 0) never begins a document.
     """
     changes = jnp.pad(segment_bt[:, 1:] != segment_bt[:, :-1], ((0, 0), (1, 0)))

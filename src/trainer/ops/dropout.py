@@ -12,7 +12,7 @@ def dropout(x: jax.Array, key: jax.Array | None, row_b: jax.Array, rate: float) 
     """Sets each entry of `x` [b, ...] to zero with probability `rate`, and scales the others by 1 / (1 - rate).
 
     Row i draws its mask from `key` folded with `row_b[i]`, so the mask does not depend on the mesh or the split into
-    microbatches. `key=None` or `rate=0` is the identity.
+    microbatches. Returns `x` unchanged if `key` is None or `rate` is 0.
     """
     if key is None or rate == 0:
         return x

@@ -2,7 +2,7 @@
 
 All functions here run on one device, inside a region in which the mesh axes `Spread.axes` are manual. Shapes: d devices
 along these axes, e experts, l = e / d experts per device, m choices (a token counts once for each chosen expert), c
-choices that a device sends to each other device in a round, w width. Device i has the experts i l to (i + 1) l - 1.
+choices that a device sends to each device in a round, w width. Device i has the experts i l to (i + 1) l - 1.
 """
 
 import functools
@@ -41,12 +41,14 @@ class Spread(NamedTuple):
 
 
 def round_size(choices: int, devices: int, buffer: float) -> int:
-    """Returns c: `buffer` times an equal share of a device's choices; with -1 all choices, so one round suffices."""
+    """Returns c: `buffer` times an equal share of a device's choices; with `buffer` = -1 all choices, so one round
+    suffices."""
     return choices if buffer < 0 else min(choices, math.ceil(buffer * choices / devices))
 
 
 def on_owners(apply: Apply, spread: Spread) -> Apply:
-    """Returns `apply` for rows of all experts, [e, n, w]: each device runs its experts on the rows of all d devices."""
+    """Wraps `apply`, which runs the device's experts, for rows of all experts, [e, n, w]: sends each expert's rows to
+    the expert's device, and the results back."""
 
     def everywhere(rows: jax.Array, sizes: jax.Array | None) -> jax.Array:
         assert sizes is None
@@ -59,11 +61,11 @@ def on_owners(apply: Apply, spread: Spread) -> Apply:
 def dropless(
     x_btw: jax.Array, routing: Routing, apply: Experts, kernels: Any, experts: int, spread: Spread
 ) -> Dispatched:
-    """Computes `experts.dropless`. In each round, a device sends at most `round_size` choices to each other device. The
-    pair of devices with the most choices determines the number of rounds.
+    """Computes `experts.dropless`. In each round, a device sends at most `round_size` choices to each device. The pair
+    of devices with the most choices determines the number of rounds.
 
-    The device that computes a result multiplies it by its weight, and sends it back in the dtype of `x_btw`. Only the
-    sent data is kept for the backward pass, which recomputes the experts.
+    The device that computes the result of a choice multiplies it by the choice's weight, and sends it back in the dtype
+    of `x_btw`. Only the inputs are kept for the backward pass, which recomputes the experts' results.
     """
     rows, _, width = x_btw.shape
     x_mw, order, size_e = by_expert(x_btw, routing, experts)
@@ -77,7 +79,8 @@ class _Plan(NamedTuple):
     """The choices that devices exchange.
 
     Attributes:
-      start_d, count_d: for each device, the first index and the number of this device's choices that go to it.
+      start_d, count_d: for each device, the index of the first and the number of this device's choices that are sent to
+        it.
       arriving_dl: the number of choices that each device sends to each expert of this device.
       rounds: the number of rounds, the same on all peers.
     """
@@ -146,10 +149,10 @@ def _while(plan: _Plan, body: Callable[[Any], Any], start: Any) -> Any:
 
 
 def _round(plan: _Plan, number: jax.Array, spread: Spread, choices: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the choices that this device sends in a round, [d, c], and the number that arrives for each of its
-    experts, [d, l].
+    """Returns the indices of the choices that this device sends in a round, [d, c], and the number of choices that
+    arrive from each device for each expert of this device, [d, l].
 
-    Empty slots have distinct indices past the end."""
+    Empty slots have distinct indices past the last choice."""
     size = round_size(choices, spread.devices, spread.buffer)
     begin = number * size
     slot_c = begin + jnp.arange(size)
@@ -177,8 +180,8 @@ def _there_and_back(
     swap = functools.partial(jax.lax.all_to_all, axis_name=spread.axes, split_axis=0, concat_axis=0, tiled=True)
     x_dcw, weight_dc = swap(x_dcw), swap(weight_dc)
     place_c = jnp.arange(x_dcw.shape[1])
-    # The index of a slot's expert: the number of experts that end before it. An empty slot has index l and is sorted to
-    # the end.
+    # The index of a slot's expert: the number of experts whose slots end before it. An empty slot gets index l and is
+    # sorted to the end.
     expert_dc = jnp.sum(place_c[:, None] >= jnp.cumsum(size_dl, axis=1)[:, None, :], axis=-1)
     order = jnp.argsort(expert_dc.reshape(-1))
     out = apply(kernels, permuted(x_dcw.reshape(-1, x_dcw.shape[-1]), order), size_dl.sum(0))

@@ -1,9 +1,10 @@
 """Three ways to dispatch tokens to their experts and to combine the results.
 
-Each function takes x_btw, its routing and `apply`, which runs the experts, and returns for each token the weighted sum
-of its experts' results, float32 [b, t, w]. Shapes: b rows, t tokens, w width, e experts, k chosen experts per token, c
-slots per expert. `apply(rows, sizes)` returns an array with the shape of `rows`. With `sizes`, int32 [e], rows are
-[n, w], sorted by expert; with None, rows are [e, n, w].
+The three functions are `dropless`, `every_expert` and `within_capacity`. Each takes x_btw, its routing, and `apply`,
+which runs the experts. It returns for each token the weighted sum of its experts' results, float32 [b, t, w]. Shapes: b
+rows, t tokens, w width, e experts, k chosen experts per token, c slots per expert. `apply(rows, sizes)` returns an
+array with the shape of `rows`. If `sizes` is None, rows are [e, n, w]. Otherwise, rows are [n, w], sorted by expert,
+and `sizes`, int32 [e], contains the number of rows for each expert.
 """
 
 import math
@@ -26,7 +27,7 @@ class Dispatched(NamedTuple):
 
 
 def dropless(x_btw: jax.Array, routing: Routing, apply: Apply, experts: int) -> Dispatched:
-    """Sorts tokens by expert into groups of any size. Padding is included, but its results have no effect."""
+    """Sorts tokens by expert into groups of any size. Padding tokens are included, but their results have no effect."""
     rows, _, width = x_btw.shape
     x_nw, order, size_e = by_expert(x_btw, routing, experts)
     out_btkw = permuted(apply(x_nw, size_e), jnp.argsort(order)).reshape(*routing.expert.shape, width)
@@ -34,8 +35,8 @@ def dropless(x_btw: jax.Array, routing: Routing, apply: Apply, experts: int) -> 
 
 
 def weighing_inputs(dispatch: Callable[..., Dispatched]) -> Callable[..., Dispatched]:
-    """Wraps `dispatch`, one of this file's functions, so that weights multiply the experts' inputs instead of the
-    results. Each choice of a token becomes a separate token with one expert."""
+    """Wraps `dispatch`, one of this module's three functions, so that weights multiply the experts' inputs instead of
+    the results. Each choice of a token becomes a separate token with one expert."""
 
     def run(x_btw: jax.Array, routing: Routing, *args: Any, **how: Any) -> Dispatched:
         rows, length, chosen = routing.expert.shape
@@ -51,12 +52,13 @@ def weighing_inputs(dispatch: Callable[..., Dispatched]) -> Callable[..., Dispat
 
 
 def by_expert(x_btw: jax.Array, routing: Routing, experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the n = b t k choices sorted by expert: tokens [n, w]; the order [n], indices into [b, t, k]; and the
-    number of choices for each expert, int32 [e]."""
+    """Returns the n = b t k choices sorted by expert: tokens [n, w]; the order [n], as indices into the flattened
+    [b, t, k]; and the number of choices for each expert, int32 [e]."""
     expert_n = routing.expert.reshape(-1)
     order = jnp.argsort(expert_n)  # stable
     size_e = jnp.zeros(experts, jnp.int32).at[expert_n].add(1)
-    # Each index occurs once, so the backward pass permutes gradients, then adds the k gradients of each token.
+    # Because tokens are copied first, `order` contains each index once. So the backward pass permutes gradients and
+    # then adds the k gradients of each token.
     copies_nw = jnp.repeat(x_btw.reshape(-1, x_btw.shape[-1]), routing.expert.shape[-1], axis=0)
     return permuted(copies_nw, order), order, size_e
 
@@ -67,7 +69,8 @@ def permuted(x: jax.Array, order: jax.Array) -> jax.Array:
 
 
 def with_bias(out: jax.Array, bias_ew: jax.Array, sizes: jax.Array | None) -> jax.Array:
-    """Adds to each row of the experts' result the float32 bias of its expert. Rows past the last group get any bias.
+    """Adds to each row of the experts' result the float32 bias of its expert. Rows past the last group get an arbitrary
+    bias.
 
     Adds in float32, because the gradient of a bias is summed over rows in the dtype of the addition. In bfloat16 the
     gradient was off by 31 % with 4096 rows.
@@ -95,7 +98,8 @@ def every_expert(x_btw: jax.Array, routing: Routing, apply: Apply, experts: int)
 
 
 def slots(length: int, chosen: int, experts: int, factor: float) -> int:
-    """Returns an expert's capacity in tokens per row, by MaxText's formula: ceil(length k / e) times `factor`, >= 1.
+    """Returns an expert's capacity in tokens per row, by MaxText's formula: ceil(length k / e) times `factor`, rounded
+    down, but at least 1.
 
     The result is at most the row's length, because no token chooses an expert twice.
     """
@@ -132,5 +136,5 @@ def within_capacity(
 
 
 def _rows_or_zero(table: jax.Array, index: jax.Array) -> jax.Array:
-    """Returns rows of `table`, and zeros for an index past its end."""
+    """Returns the rows of `table` at `index`; a row of zeros for an index past the table's end."""
     return jnp.take(table, index, axis=0, mode="fill", fill_value=0)

@@ -24,7 +24,7 @@ OVER_ROWS = jax.lax.RaggedDotDimensionNumbers(
 
 @jax.custom_vjp
 def grouped_matmul(x_mk: jax.Array, matrix_gkn: jax.Array, size_g: jax.Array) -> jax.Array:
-    """Multiplies each row with the matrix of its group: [m, n]. Differentiable in reverse mode only.
+    """Multiplies each row by the matrix of its group: [m, n]. Differentiable in reverse mode only.
 
     The compiler chooses the kernel (`jax.lax.ragged_dot_general`). The backward pass is written by hand: under
     `jax.vmap`, for example over DiLoCo's islands, JAX's derivative fails unless all operands have the mapped axis.
@@ -49,7 +49,8 @@ grouped_matmul.defvjp(_forward, _backward)
 
 
 def _ragged(dimensions: jax.lax.RaggedDotDimensionNumbers) -> Callable[..., jax.Array]:
-    """Returns the product. `jax.vmap` computes it sequentially, one index of the mapped axis at a time."""
+    """Returns a function that computes the product. `jax.vmap` runs it for one index of the mapped axis after
+    another."""
 
     @jax.custom_batching.sequential_vmap
     def product(left: jax.Array, right: jax.Array, size_g: jax.Array) -> jax.Array:

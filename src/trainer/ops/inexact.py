@@ -8,9 +8,10 @@ import jax.numpy as jnp
 
 
 def inexact(tree: Any) -> tuple[list[Any], Callable[..., Any]]:
-    """Returns the floating-point leaves of `tree`, and `join`.
+    """Returns the floating-point leaves of `tree`, and a function `join`.
 
-    `join(leaves)` returns `tree` with these leaves replaced; `join(leaves, None)` also replaces other leaves by None.
+    `join(leaves)` returns `tree` with its floating-point leaves replaced by `leaves`; `join(leaves, None)` also
+    replaces all other leaves by None.
     """
 
     def floating(leaf: Any) -> bool:

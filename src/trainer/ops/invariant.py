@@ -1,9 +1,9 @@
 """Batch-invariant attention: the bits of a query's result depend only on its sequence.
 
-XLA's CPU backend multiplies and sums in an order that depends on shapes. So queries are processed in blocks of
-`QUERIES`, and sums over keys are computed in tiles of `TILE` keys, which are added in order. A tile that a query does
-not see adds zero. Therefore the result is the same in training, in a prefill, and over a cache of any length, provided
-that in each case the sequence begins at a multiple of `TILE`.
+XLA's CPU backend multiplies and sums in an order that depends on shapes. Therefore, queries are processed here in
+blocks of `QUERIES`, and sums over keys are computed in tiles of `TILE` keys, which are added in order. A tile that a
+query does not see adds zero. Therefore, the result is the same in training, in a prefill, and over a cache of any
+length, provided that in each case the sequence begins at an index that is a multiple of `TILE`.
 """
 
 import functools
@@ -54,10 +54,11 @@ def invariant_attention(
 
 
 def rounded(product: jax.Array) -> jax.Array:
-    """Returns `product`, float32, rounded before anything is added to it, so that no compiler fuses it with a sum.
+    """Returns `product`, float32, and ensures that it is rounded before anything is added to it.
 
-    If a multiplication and an addition are in one loop, XLA's CPU backend fuses them; which of two products it fuses
-    depends on the rest of the loop. The clip between product and sum prevents this, and changes no finite number.
+    If one loop multiplies and adds to the product, XLA's CPU backend fuses both operations and does not round the
+    product. In a sum of two products, the rest of the loop determines which of the two is fused. The clip between
+    product and sum prevents the fusion, and changes no finite number.
     """
     most = jnp.finfo(jnp.float32).max
     return jnp.clip(product, -most, most)
@@ -92,7 +93,7 @@ def _block(
     largest = scores.max(axis=-1, keepdims=True)
     sink = None if sinks is None else sinks.astype(jnp.float32).reshape(kv_heads, -1, 1, 1)
     largest = largest if sink is None else jnp.maximum(largest, sink)
-    largest = jax.lax.stop_gradient(largest)  # the result does not depend on it
+    largest = jax.lax.stop_gradient(largest)  # needs no gradient: the result does not depend on it
     weights = jnp.where(seen, jnp.exp(scores - largest), 0)
     weights = weights.reshape(*weights.shape[:-1], tiles, TILE)
     values = value.reshape(rows, tiles, TILE, kv_heads, -1)

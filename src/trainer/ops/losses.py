@@ -11,11 +11,12 @@ def cross_entropy(logits_btv: jax.Array, target_bt: jax.Array, mean: bool = Fals
     """Returns each target's negative log-likelihood in nats, and the log of the normalizer Z: float32 [b, t].
 
     With `mean`, also returns the mean of the negative log-likelihood over the vocabulary, which is the cross entropy
-    with a uniform distribution.
+    with a uniform target distribution.
 
     Computed in float32 without materializing float32 logits. The backward pass recomputes the softmax from log Z and
-    the logits in their original dtype. Targets (less than v) are selected by comparison, which the compiler fuses into
-    the surrounding sums; a gather would need the float32 logits in memory. Differentiable in reverse mode only.
+    the logits in their original dtype. The logits of the targets (less than v) are selected by comparison, which the
+    compiler fuses into the surrounding sums; a gather would need the float32 logits in memory. Differentiable in
+    reverse mode only.
     """
     logits = logits_btv.astype(jnp.float32)
     log_z = jax.nn.logsumexp(logits, axis=-1)
@@ -25,7 +26,7 @@ def cross_entropy(logits_btv: jax.Array, target_bt: jax.Array, mean: bool = Fals
 
 
 def tempered(logits_btv: jax.Array, temperature: float) -> jax.Array:
-    """Returns the logits divided by `temperature`, in float32; at temperature 1, unchanged."""
+    """Returns the logits divided by `temperature`, in float32. At temperature 1, returns the logits unchanged."""
     return logits_btv if temperature == 1 else logits_btv.astype(jnp.float32) / temperature
 
 
@@ -34,9 +35,9 @@ def _is_target(logits_btv: jax.Array, target_bt: jax.Array) -> jax.Array:
 
 
 def _forward(logits_btv, target_bt, mean):
-    # Without the barrier XLA fuses the head's product with the maximum of the logits, and the logits' gradient cannot
-    # reuse the logits' buffer. The barrier costs one more read of the logits, except on a CPU, where products are not
-    # fused (docs/decisions/0009).
+    # Without the barrier, XLA fuses the matrix product of the output head with the maximum of the logits, and the
+    # logits' gradient cannot reuse the logits' buffer. The barrier costs one more read of the logits, except on a CPU,
+    # where products are not fused (docs/decisions/0009).
     logits_btv = jax.lax.optimization_barrier(logits_btv)
     losses = cross_entropy(logits_btv, target_bt, mean)
     return losses, (logits_btv, target_bt, losses[1])

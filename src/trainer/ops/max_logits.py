@@ -22,17 +22,17 @@ def max_logits(
 ) -> jax.Array:
     """Returns each head's largest attention logit (q . k * scale) over the queries and keys of a batch: float32 [h].
 
-    Only pairs in which the query sees the key count, and padding (segment 0) is ignored. Without any pair, the result
-    is a finite number below any logit. The result has no gradient. The logits are recomputed tile by tile; each tile
-    needs memory for [b, h, block, block] float32 numbers. Tiles above the diagonal or outside of the window are
-    skipped, so query i and key i must be the same token, and positions must grow by one along a segment.
+    Considers only pairs of a query and a key that the query sees, and ignores padding (segment 0). If there is no pair,
+    the result is a finite number below any logit. The result has no gradient. The logits are recomputed tile by tile;
+    each tile needs memory for [b, h, block, block] float32 numbers. Tiles above the diagonal or outside of the window
+    are skipped, so query i and key i must be the same token, and positions must grow by one along a segment.
 
     Args:
       query, key: [b, t, h, d] and [b, t, k, d], the operands of the attention op.
       mask: the mask of the attention op.
       window, scale: see `ops.attention`.
       block: the side length of a tile, in tokens. If one tile covers the whole row, the product is the same as in
-        `dot_product_attention`, and the compiler merges the two, unless `when` is given.
+        `dot_product_attention`, and the compiler merges the two products, unless `when` is given.
       when: bool []. If false, nothing is computed and the result is a finite number below any logit. None: true.
     """
     query, key = jax.lax.stop_gradient((query, key))
@@ -41,8 +41,8 @@ def max_logits(
 
     @jax.checkpoint
     def apart(query: jax.Array, key: jax.Array, mask: Mask) -> jax.Array:
-        # All layers of a scan share the masks. So a differentiated scan would compute the masks of all tiles and heads
-        # before the scan, and store them. Checkpointing prevents this.
+        # All layers of a scan share the masks. So without checkpointing, differentiation would compute the masks of all
+        # tiles and heads before the scan, and store them.
         if when is None:
             return _max_logits(query, key, mask, window, scale, block)
         nothing = jnp.full(query.shape[2], jnp.finfo(jnp.float32).min)
@@ -80,6 +80,7 @@ def _max_logits(
     if len(tiles) == 1:
         largest = tile(queries, keys)[None]
     else:
-        # Not a carried maximum, so that the compiler shards each tile's result by rows and heads, like the operands.
+        # Returns all tiles' maxima instead of carrying one maximum, so that the compiler shards each tile's result by
+        # rows and heads, like the operands.
         largest = jax.lax.map(lambda at: tile(part(queries, at[0]), part(keys, at[1])), tuple(jnp.array(tiles).T))
     return largest.max(axis=(0, 1)).reshape(heads) * scale_of(scale, width)

@@ -1,12 +1,13 @@
-"""Orders of a row's tokens that balance causal attention if rows are split over devices.
+"""Orders of a row's tokens that balance the work of causal attention if rows are split over devices.
 
 A token attends to earlier tokens, so the devices with the last tokens of a row would have most of the work. Two orders
-balance the work. In both, the devices split the reordered row into contiguous parts:
+balance the work. In both, the reordered row is split into n contiguous parts, one for each device:
 
     dual_chunk_swap: a row is split into 2n chunks. Device i has an early chunk, i, and a late chunk, 2n - 1 - i.
     striped: device i has the tokens i, i + n, i + 2n, ...  This also balances rows of packed documents.
 
-Positions and segments move with their tokens, so no other code depends on the order. NumPy, on the host.
+Positions and segments move with their tokens, so no other code depends on the order. Rows are reordered with NumPy, on
+the host.
 """
 
 from collections.abc import Mapping
@@ -35,7 +36,7 @@ def order(length: int, n: int, strategy: str = DUAL_CHUNK_SWAP) -> np.ndarray:
 
 
 def reorder(batch: Mapping[str, Any], n: int, strategy: str = DUAL_CHUNK_SWAP) -> dict[str, Any]:
-    """Returns `batch` with its tokens in `order`: axis 1 of each array of two or more axes, [b, t] or [b, t, ...]."""
+    """Returns `batch` with its tokens reordered by `order`, along axis 1 of each array with two or more axes."""
     return {name: x[:, order(x.shape[1], n, strategy)] if x.ndim > 1 else x for name, x in batch.items()}
 
 
@@ -45,7 +46,8 @@ def restored(batch: Mapping[str, Any], n: int, strategy: str = DUAL_CHUNK_SWAP) 
 
 
 def in_true_order(x: Any, n: int, strategy: str = DUAL_CHUNK_SWAP) -> Any:
-    """Returns `x` [b, t, ...], a NumPy or JAX array with tokens in `order`, with tokens in their original order."""
+    """Returns a NumPy or JAX array `x` [b, t, ...], which was reordered by `order`, with its tokens in their original
+    order."""
     rows, length, rest = x.shape[0], x.shape[1], x.shape[2:]
     if strategy == STRIPED:
         return x.reshape(rows, n, length // n, *rest).swapaxes(1, 2).reshape(x.shape)

@@ -11,15 +11,15 @@ OUTSIDE = "_outside_pipeline"  # name suffix of a stack that contains the layers
 
 
 def whole_name(name: str) -> str:
-    """Returns a parameter's name in checkpoints, where a stack contains its layers inside and outside of a pipeline.
+    """Returns a parameter's name in checkpoints, where one stack contains the layers inside and outside of a pipeline.
 
-    Patterns in the configuration match this name.
+    Patterns in the configuration are matched against this name.
     """
     return name.replace(f"{OUTSIDE}/", "/")
 
 
 def listed(names: Iterable[str]) -> str:
-    """Returns, for a message, the distinct names that patterns can match (see `whole_name`)."""
+    """Returns the distinct names that patterns can match (see `whole_name`), as text for a message."""
     return ", ".join(dict.fromkeys(map(whole_name, names)))
 
 

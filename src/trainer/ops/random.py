@@ -1,4 +1,4 @@
-"""Random keys. Always Threefry, because under vmap other generators do not draw each row from its own key."""
+"""Random keys, always for Threefry: under `jax.vmap`, other generators do not draw each row from the row's own key."""
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,11 @@ def seed_key(seed: int | jax.Array, stream: int | None = None) -> jax.Array:
 def gumbel_at(key: jax.Array, index_n: jax.Array) -> jax.Array:
     """Returns exactly `jax.random.gumbel(key, (v,), mode="low")[index_n]`, float32 [n], but draws only these entries.
 
-    Threefry's bits at an index are the key folded with the index (jax_threefry_partitionable, the default).
+    With jax_threefry_partitionable, which is the default, Threefry's bits at an index are the key folded with the
+    index.
     """
     folded = jax.random.key_data(jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, index_n))
     bits = folded[:, 0] ^ folded[:, 1]
-    one = jnp.uint32(0x3F800000)  # the bits of 1.0, with a random mantissa below
+    one = jnp.uint32(0x3F800000)  # the bits of 1.0, whose mantissa is replaced by random bits
     uniform = jax.lax.bitcast_convert_type(bits >> 9 | one, jnp.float32) - 1
     return -jnp.log(-jnp.log(jnp.maximum(uniform, jnp.finfo(jnp.float32).tiny)))

@@ -2,10 +2,10 @@
 
 Each device has the queries, keys and values of its tokens. Keys and values travel around the ring of devices, and each
 device accumulates the results of its queries with an online softmax over the keys seen so far (Milakov and Gimelshein
-2018, arXiv:1805.02867), in float32. Neither pass materializes keys or scores of the whole row. With one device, this is
-blockwise attention with arbitrary query and key positions.
+2018, arXiv:1805.02867), in float32. Neither the forward nor the backward pass materializes keys or scores of the whole
+row. With one device, this is blockwise attention with arbitrary query and key positions.
 
-Shapes: b rows, t queries and s keys of a device, h heads, k heads of keys, g = h / k, d and v the widths of keys and
+Shapes: b rows, t queries and s keys of a device, h query heads, k key heads, g = h / k, d and v the widths of keys and
 values; n blocks (index i) of c queries, and m blocks (index j) of c keys.
 """
 
@@ -29,7 +29,7 @@ class Ring(NamedTuple):
     """Static parameters.
 
     Attributes:
-      axes: the mesh axes of the ring, inside `shard_mapped`; () if all keys are on this device.
+      axes: the mesh axes of the ring, inside `sharding.shard_mapped`; () if all keys are on this device.
       window, soft_cap, scale: see `ops.attention`.
       block: the maximum side length of a tile of scores, in tokens.
       rate, whole, length: for dropout: the rate, `Dropout.whole`, and the number of keys on a device.
@@ -94,9 +94,9 @@ class _Queries(NamedTuple):
 class _Sums(NamedTuple):
     """The softmax of n blocks of queries over the keys so far, float32."""
 
-    largest: jax.Array  # [n, b, k, g, c], a logit
+    largest: jax.Array  # [n, b, k, g, c], the largest logit
     weight: jax.Array  # [n, b, k, g, c], the sum of exp(logit - largest)
-    total: jax.Array  # [n, b, k, g, c, v], the sum of the values with these weights
+    total: jax.Array  # [n, b, k, g, c, v], the sum of exp(logit - largest) * value
 
 
 def ring_attention(
@@ -118,7 +118,7 @@ def ring_attention(
     Args:
       query, key, value, mask: the arrays for this device's tokens.
       dropout: requires that the devices' tokens are in the order of the ring.
-      ring: the parameters of the ring, without the dropout parameters.
+      ring: the parameters of the ring. Its dropout parameters are overridden by those of `dropout`.
       sinks: see `ops.attention`.
     """
     drop = None
@@ -154,7 +154,7 @@ def ring_largest(query: jax.Array, key: jax.Array, mask: Mask, ring: Ring) -> ja
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(ring: Ring, queries: _Queries, keys: _Keys, sinks: jax.Array | None, drop: Any) -> jax.Array:
-    """Returns [n, b, k, g, c, v] in the dtype of the values. `sinks`: [n, b, k, g, c]."""
+    """Returns the results, [n, b, k, g, c, v], in the dtype of the values. `sinks`: [n, b, k, g, c]."""
     return _forward(ring, queries, keys, sinks, drop)[0]
 
 
@@ -184,7 +184,7 @@ def _forward(ring: Ring, queries: _Queries, keys: _Keys, sinks: jax.Array | None
         return jax.lax.scan(of_queries, None, (jnp.arange(shape[0]), queries, sums))[1]
 
     sums = _around(ring, step, start, keys)
-    # A query that sees no key is padding.
+    # Only padding queries see no keys. Their sum of weights is 0.
     out = (sums.total / jnp.where(sums.weight > 0, sums.weight, 1)[..., None]).astype(keys.value.dtype)
     log_sum = sums.largest + jnp.log(sums.weight)
     out, log_sum = checkpoint_name(out, "context"), checkpoint_name(log_sum, "context")
@@ -258,7 +258,7 @@ def _over_keys(
     ring: Ring, tile: Callable[..., Any], carry: Any, queries: _Queries, keys: _Keys, of_keys: Any = None
 ) -> tuple[Any, Any]:
     """Returns `carry` and `of_keys` [m, ...] after `carry, of_keys[j] = tile(carry, of_keys[j], seen, keys, at)` for
-    each block j of keys that queries see, at least in part. `at`: the index of block j's first key on its device."""
+    each block j of keys in which a query sees a key. `at`: the index of block j's first key on its device."""
 
     def one(carry: Any, xs: Any) -> tuple[Any, Any]:
         index, keys, own = xs
@@ -306,7 +306,7 @@ def _cut(ring: Ring, query: jax.Array, key: jax.Array, value: jax.Array, mask: M
 
 
 def _blocks(block: int, x: jax.Array, fill: int = 0) -> jax.Array:
-    """[b, t, ...] -> [n, b, c, ...], with padding at the end of the row."""
+    """Divides `x` [b, t, ...] into blocks [n, b, c, ...], with padding at the end of the row."""
     rows, length = x.shape[:2]
     count = -(-length // block)
     each = -(-length // count)
@@ -315,13 +315,13 @@ def _blocks(block: int, x: jax.Array, fill: int = 0) -> jax.Array:
 
 
 def _joined(x: jax.Array, length: int) -> jax.Array:
-    """[n, b, k, g, c, v] -> [b, t, h, v]."""
+    """Joins the blocks `x` [n, b, k, g, c, v] into rows [b, t, h, v], without padding."""
     count, rows, kv_heads, group, each, width = x.shape
     return x.transpose(1, 0, 4, 2, 3, 5).reshape(rows, count * each, kv_heads * group, width)[:, :length]
 
 
 def _shape(queries: _Queries) -> tuple[int, ...]:
-    """[n, b, k, g, c]."""
+    """Returns the sizes [n, b, k, g, c]."""
     count, rows, each, kv_heads, group, _ = queries.query.shape
     return count, rows, kv_heads, group, each
 

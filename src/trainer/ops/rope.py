@@ -19,11 +19,12 @@ Rotation = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class Rope(NamedTuple):
-    """Parameters of the rotation. All fields but three are keys of base.yml.
+    """Parameters of the rotation. All fields except the following three correspond to keys of base.yml.
 
-    `factors`: for kind longrope, the factors for short or for long texts. `share`: the fraction of a head's entries,
-    starting with the first, that is rotated. `rounded`: whether both products are rounded before they are added, so
-    that other code in a loop does not change bits (`ops.invariant.rounded`).
+    `factors`: if `kind` is longrope, the factors of the wavelengths, for either short or long texts. `share`: the
+    fraction of a head's entries, starting with the first, that is rotated. `rounded`: whether the two products of a
+    rotation are rounded before they are added, so that surrounding code does not change the bits of the result
+    (`ops.invariant.rounded`).
     """
 
     min_timescale: float
@@ -81,7 +82,8 @@ def _partner(x: jax.Array, how: Rope) -> jax.Array:
 
 
 def _per_entry(first: jax.Array, second: jax.Array, how: Rope) -> jax.Array:
-    """Arranges values of the pairs' first and second entries, each [..., d / 2], in head order [..., d]."""
+    """Arranges values for the first and the second entries of pairs, each [..., d / 2], in the order of a head's
+    entries, [..., d]."""
     if how.interleave:
         return jnp.stack((first, second), axis=-1).reshape(*first.shape[:-1], -1)
     return jnp.concatenate((first, second), axis=-1)
@@ -91,12 +93,13 @@ def frequencies(how: Rope, width: int) -> np.ndarray:
     """Returns the radians per token of each pair of a head of `width` entries: float64 [width / 2].
 
     Wavelengths, in units of 2 pi tokens, grow geometrically from `min_timescale` towards `max_timescale`. Then
-    - default multiplies all of them by `linear_scaling_factor` (Chen et al. 2023, arXiv:2306.15595);
+    `how.kind` selects one of these changes:
+    - default multiplies all wavelengths by `linear_scaling_factor` (Chen et al. 2023, arXiv:2306.15595);
     - llama3.1 multiplies by `factor` the wavelengths that fit fewer than `low_freq_factor` times into `original_length`
       tokens, keeps those that fit more than `high_freq_factor` times, and interpolates the frequencies in between by
-      the number of fits (the reference code of Llama 3.1, meta-llama/llama-models, `apply_scaling`);
-    - yarn does the same with `beta_slow` and `beta_fast`, but interpolates by the index of the pair (Peng et al. 2023,
-      arXiv:2309.00071, and its reference code);
+      how many times the wavelength fits (the reference code of Llama 3.1, meta-llama/llama-models, `apply_scaling`);
+    - yarn does the same with `beta_slow` and `beta_fast` as the two limits, but interpolates by the index of the pair
+      (Peng et al. 2023, arXiv:2309.00071, and its reference code);
     - longrope multiplies each wavelength by one of the `factors` (Ding et al. 2024, arXiv:2402.13753).
     """
     ratio = how.max_timescale / how.min_timescale
@@ -107,7 +110,7 @@ def frequencies(how: Rope, width: int) -> np.ndarray:
         return plain / np.array(how.factors)
     if how.kind == "llama3.1":
         turns = how.original_length / (2 * math.pi) * plain
-        # The published configurations of Llama 4 have equal factors, so that no wavelength is in between.
+        # In the published configurations of Llama 4, both factors are equal, so the difference is 0.
         kept: np.ndarray = (turns - how.low_freq_factor) / max(how.high_freq_factor - how.low_freq_factor, 1e-30)
     else:
         assert how.kind == "yarn", how.kind
@@ -133,15 +136,15 @@ def attention_scale(how: Rope) -> float:
 def score_scale(how: Rope, mscale: float) -> float:
     """Returns the factor on attention scores in DeepSeek's use of YaRN, (0.1 mscale ln(factor) + 1)^2; 1 without YaRN.
 
-    From the reference code of DeepSeek-V2 (arXiv:2405.04434), where `mscale` is called `mscale_all_dim`. It replaces
-    `attention_scale`, which would scale only the rotated part of queries and keys.
+    The formula is from the reference code of DeepSeek-V2 (arXiv:2405.04434), where `mscale` is called `mscale_all_dim`.
+    This factor replaces that of `attention_scale`, which would scale only the rotated part of queries and keys.
     """
     return (0.1 * mscale * math.log(how.factor) + 1) ** 2 if how.kind == "yarn" else 1.0
 
 
 def _yarn_range(how: Rope, width: int) -> tuple[float, float]:
-    """Returns the two pair indices between which YaRN interpolates. These pairs make beta_fast and beta_slow turns over
-    `original_length` tokens."""
+    """Returns the two pair indices between which YaRN interpolates. The pairs at these indices make `beta_fast` and
+    `beta_slow` turns over `original_length` tokens."""
 
     def pair(turns: float) -> float:
         wavelength = how.original_length / (2 * math.pi * turns)

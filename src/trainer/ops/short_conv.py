@@ -7,7 +7,8 @@ import jax.numpy as jnp
 def short_conv(
     x_btc: jax.Array, kernel_wc: jax.Array, document_bt: jax.Array, before_bwc: jax.Array | None = None
 ) -> jax.Array:
-    """Returns, for each token, the kernel-weighted sum of the token and the w - 1 tokens before it in its document.
+    """Returns, for each token, the kernel-weighted sum of the token and the preceding w - 1 tokens that are in its
+    document.
 
     Args:
       x_btc: [b, t, ...channels].

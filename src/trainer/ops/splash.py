@@ -30,11 +30,11 @@ def splash_attention(
     The causal mask and the window are static, and the kernel skips fully masked blocks of scores. Both apply by index
     in the row, not by the positions of `mask`: query i and key i must be the same token, and positions must grow by one
     along a segment. The residuals of the backward pass have the checkpoint name "context"
-    (`jax.ad_checkpoint.checkpoint_name`), so a policy that saves "context" does not rerun the kernel. `tiles` are
-    adapted to the length. `interpret` runs the kernel on any platform, slowly.
+    (`jax.ad_checkpoint.checkpoint_name`), so the kernel is not rerun if the rematerialization policy saves "context".
+    The tile sizes `tiles` are adapted to the length. `interpret` runs the kernel on any platform, slowly.
 
-    `among`: inside `shard_mapped`, the mesh axes over which a row's queries are split, and the row's token order
-    (`ops.order`; "" if unchanged). Keys and values are given for the whole row, in this order.
+    `among`, inside `sharding.shard_mapped`: the mesh axes over which a row's queries are split, and the row's token
+    order (`ops.order`; "" if unchanged). Keys and values are given for the whole row, in this order.
 
     Raises:
       ValueError: dropout is given, a row's queries and keys have different lengths, or the length is not a multiple
@@ -64,7 +64,7 @@ def splash_attention(
         interpret=interpret,
     )
     kernel = _of_device(kernel, axes, devices)
-    # The kernel does not scale the scores.
+    # The queries are scaled here, because the kernel does not scale the scores.
     query = (query.astype(jnp.float32) * scale_of(scale, query.shape[-1])).astype(query.dtype)
     heads_first = (x.swapaxes(1, 2) for x in (query, key, value))
     segments = SegmentIds(mask.query_segment, mask.key_segment)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 
 class Temperature(NamedTuple):
-    """The factor 1 + strength * log(1 + floor((position + first) / length)); `first`: 1 in Llama 4, else 0."""
+    """The factor 1 + strength * log(1 + floor((position + first) / length)); `first` is 1 in Llama 4, otherwise 0."""
 
     strength: float
     length: int

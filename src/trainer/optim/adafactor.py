@@ -10,7 +10,8 @@ from trainer.optim.keys import Given
 
 
 def adafactor(keys: Any, given: Given) -> optax.GradientTransformation:
-    """Returns Adafactor: Adam with a second moment from row and column sums (Shazeer and Stern 2018, arXiv:1804.04235).
+    """Returns Adafactor, which estimates Adam's second moment from row and column means (Shazeer and Stern 2018,
+    arXiv:1804.04235).
 
     The rows and columns are the two longest axes of an array. Thresholds and scales use norms of whole arrays. Each
     layer of a stacked parameter counts as one array.

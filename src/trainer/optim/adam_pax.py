@@ -12,9 +12,9 @@ from trainer.optim.keys import Given
 def adam_pax(keys: Any, given: Given) -> optax.GradientTransformation:
     """Returns Adam with decoupled weight decay. Its moments are unbiased averages of all gradients so far.
 
-    In update t, counted from 1, a moment's decay rate is b (1 - b^(t-1)) / (1 - b^t) (Shazeer and Stern 2018,
-    arXiv:1804.04235, section 7.1). The updates equal those of AdamW up to rounding. The state differs: its moments need
-    no bias correction. Both moments are float32.
+    In update t, counted from 1, a moment's decay rate is b (1 - b^(t-1)) / (1 - b^t), where b is `adam_b1` or `adam_b2`
+    (Shazeer and Stern 2018, arXiv:1804.04235, section 7.1). The updates equal those of AdamW up to rounding. The state
+    differs: its moments need no bias correction. Both moments are float32.
     """
     return optax.chain(
         scale_by_corrected_adam(keys.adam_b1, keys.adam_b2, keys.adam_eps, keys.adam_eps_root),

@@ -26,15 +26,15 @@ def averaging(config: Config) -> Rule:
     """Returns the update rule that averages the trained parameters after each update.
 
     With d = `ema_decay` and the parameters p_i after update i, the average after t updates is
-    sum_i d^(t - i) p_i / sum_i d^(t - i). It does not include the initial parameters. Before the first update, the
-    average is the initial parameters.
+    sum_i d^(t - i) p_i / sum_i d^(t - i). This average does not include the initial parameters. Before the first
+    update, the average equals the initial parameters.
     """
     is_trained = trainable(config)
     log = math.log(config.ema_decay)
 
     def init(params: Any) -> Average:
         kept = jax.tree.map(
-            # Copies float32 parameters too, so that no buffer is donated twice.
+            # Also copies float32 parameters, so that no buffer is donated twice.
             lambda trained, param: jnp.array(param, jnp.float32) if trained else None,
             is_trained(params),
             params,

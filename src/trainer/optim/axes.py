@@ -11,11 +11,12 @@ from trainer.sharding import STACKED as OF_STACKS
 
 # Axes that stack independent matrices: layers, and projections fused into one array.
 STACKED = frozenset((*OF_STACKS, "qkv", "num_activations"))
-# As the leading axis, this stacks independent matrices; after another axis, it is a router's output axis.
+# As the first axis that is not in STACKED, this axis stacks independent matrices, too; after another axis, it is a
+# router's output axis.
 EXPERTS = "exp"
 # Adjacent axes of this set form one side: [heads, head_dim] is the flattened output of a projection.
 HEADS = frozenset(("heads", "q_heads", "kv_heads", "kv", "kv_head_dim", "head_dim"))
-# The axis of tokens in embedding tables and output heads. A custom table is recognized only by this name.
+# The axis of tokens in embedding tables and output heads. A custom embedding table is recognized only by this name.
 VOCAB = "vocab"
 # The axis of the residual stream.
 WIDTH = "embed"
@@ -24,7 +25,7 @@ Side = tuple[int, ...]  # the indices of the side's axes
 
 
 def sides(names: Sequence[str | None]) -> list[Side]:
-    """Returns the sides of a parameter with the logical axes `names`, in their order."""
+    """Returns the sides of a parameter with the logical axes `names`, in the order of the axes."""
     groups: list[Side] = []
     for i, name in enumerate(names):
         if name in STACKED or (name == EXPERTS and not groups):
@@ -46,7 +47,7 @@ def matrix_axes(names: Sequence[str | None]) -> tuple[Side, Side] | None:
 
     Returns None for embeddings, output heads and routers, and for parameters that are not matrices. Also returns None
     if the names do not distinguish inputs from outputs, that is, if there are more than two sides and the residual
-    stream is neither the first nor the last.
+    stream is neither the first nor the last side.
     """
     parts = sides(names)
     flat = [names[i] for side in parts for i in side]

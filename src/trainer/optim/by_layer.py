@@ -14,8 +14,8 @@ from trainer.sharding import leading
 def by_layer(tx: optax.GradientTransformation, param_axes: Any) -> optax.GradientTransformation:
     """Returns `tx`, applied to each layer of a stacked parameter separately, as if layers were separate arrays.
 
-    `tx` must treat parameters independently of each other. The state of `tx` for a parameter must have the parameter's
-    name and stacked axes.
+    `tx` must treat parameters independently of each other. In the state of `tx`, the arrays for a parameter must have
+    names that end with the parameter's name.
 
     Args:
       param_axes: the logical axes of every parameter. The leading axes of a stacked parameter stack layers.

@@ -20,14 +20,14 @@ class Given(NamedTuple):
 
     schedule: optax.Schedule
     decayed: Mask  # True for parameters with weight decay
-    param_axes: Any  # the logical axes of every parameter, a nested dict of canonical names
+    param_axes: Any  # the logical axes of every parameter, a nested dict by canonical name
 
 
 def keys_of(config: Config) -> SimpleNamespace:
-    """Returns the keys that the configured optimizer reads, and no other keys, as attributes."""
+    """Returns a namespace with only those configuration keys that the configured optimizer reads."""
     return SimpleNamespace(**{key: config[key] for key in TRAITS[config.opt_type].reads})
 
 
 def from_names(value: Callable[[str], Any]) -> Callable[[Any], Any]:
-    """Returns a function that maps a tree to a tree of `value(name)`, where name is the name a/b/c of each leaf."""
+    """Returns a function that maps a tree to a tree of `value(name)`, where `name` is the leaf's name a/b/c."""
     return lambda tree: jax.tree_util.tree_map_with_path(lambda path, _: value(name_of(path)), tree)

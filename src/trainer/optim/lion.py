@@ -9,7 +9,8 @@ from trainer.optim.keys import Given
 
 
 def lion(keys: Any, given: Given) -> optax.GradientTransformation:
-    """Returns Lion: the sign of averaged gradients, and decoupled weight decay (Chen et al. 2023, arXiv:2302.06675)."""
+    """Returns Lion: updates by the sign of averaged gradients, with decoupled weight decay (Chen et al. 2023,
+    arXiv:2302.06675)."""
     return optax.lion(
         given.schedule,
         b1=keys.lion_b1,

@@ -25,8 +25,8 @@ def muon(keys: Any, given: Given) -> optax.GradientTransformation:
     https://kellerjordan.github.io/posts/muon), as in `optax.contrib.muon`.
 
     Parameters that are not matrices inside the model (`optim.axes.matrix_axes`) get `nadamw`, because optax, and
-    therefore MaxText, uses Nesterov momentum for both groups. Both groups have the same learning rate. Unlike optax,
-    this function supports a choice of the iterations' dtype, and weight decay masks for both groups.
+    therefore MaxText, uses Nesterov momentum for both groups of parameters. Both groups have the same learning rate.
+    Unlike optax, this function supports a choice of the iterations' dtype, and weight decay masks for both groups.
     """
     dims_of = by_name(dimension_numbers(given.param_axes), is_leaf=_is_dims)
     dims = from_names(dims_of.__getitem__)
@@ -44,8 +44,8 @@ def muon(keys: Any, given: Given) -> optax.GradientTransformation:
 def dimension_numbers(param_axes: Any) -> Any:
     """Returns, for each parameter, its input and output axes as a matrix, or None if Muon does not update it.
 
-    The result depends only on logical axes (`optim.axes.matrix_axes`). The other axes stack matrices, and each matrix
-    is orthogonalized separately.
+    The result depends only on logical axes (`optim.axes.matrix_axes`). A parameter's other axes stack matrices, and
+    each matrix is orthogonalized separately.
 
     Args:
       param_axes: a tree with the logical axes of a parameter, `sharding.Axes`, at each leaf.
@@ -59,7 +59,8 @@ def dimension_numbers(param_axes: Any) -> Any:
 
 
 def bias_corrected_nesterov(beta: float, dtype: Any) -> optax.GradientTransformation:
-    """Returns the bias-corrected average of the gradients, as if the next gradient equaled the current gradient."""
+    """Returns the transformation of gradients to the bias-corrected average that they would have after one more step
+    with the current gradient (Nesterov momentum)."""
 
     def init(params: Any) -> optax.EmaState:
         return optax.EmaState(jnp.zeros((), jnp.int32), optax.tree.zeros_like(params, dtype=dtype))
@@ -93,7 +94,7 @@ def orthogonalized(dims: Dimensions, dtype: jnp.dtype, eps: float) -> optax.Grad
     def update(updates: Any, params: Any = None) -> Any:
         del params
         matrices = optax.tree.cast(updates, dtype)
-        # By default a TPU multiplies float32 in bfloat16, and a GPU in TF32.
+        # By default, a TPU multiplies float32 matrices in bfloat16, and a GPU in TF32.
         with jax.default_matmul_precision(dtype.name):
             result, _ = iterations.update(matrices, iterations.init(matrices))
         return optax.tree.cast_like(result, updates)
@@ -103,7 +104,8 @@ def orthogonalized(dims: Dimensions, dtype: jnp.dtype, eps: float) -> optax.Grad
 
 def stages_first(param_axes: Any, tx: optax.GradientTransformation) -> optax.GradientTransformation:
     """Returns `tx` applied to arrays with a pipeline's stage axis moved to the front. `tx` merges the axes that stack
-    matrices; if the stage axis came after the axis of repeats, it could not stay sharded."""
+    matrices; if the stage axis came after the axis of the pipeline's repeats, the merged axis could not be sharded by
+    stage."""
     staged = {name for name, axes in by_name(param_axes).items() if STAGES in axes}
 
     def swapped(tree: Any) -> Any:
@@ -118,8 +120,8 @@ def scaled_by_shape(dims: Dimensions, consistent_rms: float | None) -> optax.Gra
     """Scales the updates by shape.
 
     Multiplies by `consistent_rms` sqrt(max(inputs, outputs)) (Liu et al. 2025, arXiv:2502.16982), so that the entries
-    of an orthogonal matrix get the root mean square `consistent_rms`. With None, multiplies by sqrt(max(1, outputs /
-    inputs)).
+    of an orthogonal matrix get the root mean square `consistent_rms`. If `consistent_rms` is None, multiplies by
+    sqrt(max(1, outputs / inputs)).
     """
 
     def scaled(update: jax.Array, of: MuonDimensionNumbers) -> jax.Array:

@@ -20,18 +20,19 @@ from trainer.optim.schedule import make_schedule
 
 
 def make_optimizer(config: Config, param_axes: Any) -> optax.GradientTransformation:
-    """Returns a chain for the trained parameters: clipping, `opt_type`, and the factors of `learning_rate_groups`.
+    """Returns the optimizer of the trained parameters: clipping, then the optimizer `opt_type`, then the factors of
+    `learning_rate_groups`.
 
     Parameters and gradients are converted to float32. Updates and state are float32, except for the parts of the state
-    in `mu_dtype`; only the parameters themselves are rounded to their dtype. Untrained parameters keep their values and
-    have no optimizer state.
+    whose dtype is `mu_dtype`; only the updated parameters are rounded to their dtype. Untrained parameters keep their
+    values and have no optimizer state.
 
     Args:
       config: the resolved configuration.
       param_axes: the logical axes of every parameter (`backends.Model.param_axes`).
 
     Raises:
-      UserError: a mask or a group's pattern matches no parameter.
+      UserError: a mask or a pattern of `learning_rate_groups` matches no parameter.
     """
     _check_masks(config, param_axes)
     given = Given(make_schedule(config), decayed(config, param_axes), param_axes)
@@ -52,7 +53,7 @@ def _in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformatio
 
 
 def _clipped(config: Config, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Returns `tx` after two clips: of each gradient element to a value, then of the global norm to a threshold."""
+    """Returns `tx` with clipped gradients: first each element to a value, then the global norm to a threshold."""
     value, threshold = config.gradient_clipping_value, config.gradient_clipping_threshold
     first = [optax.clip(value)] if value else []
     first += [optax.clip_by_global_norm(threshold)] if threshold else []
@@ -91,7 +92,8 @@ def _check_masks(config: Config, param_axes: Any) -> None:
 def decayed(config: Config, param_axes: Any) -> Mask:
     """Returns a function that maps the tree of params to a tree of bools: True for parameters with weight decay.
 
-    These are the matrices, by their logical axes (`optim.axes`), or the parameters that `adamw_mask` does not match.
+    If `adamw_mask` is None, the matrices decay, which are identified by their logical axes (`optim.axes`). Otherwise,
+    the parameters decay that no pattern of `adamw_mask` matches.
     """
     if config.adamw_mask is None:
         decays = {name: is_matrix(axes) for name, axes in by_name(param_axes).items()}
@@ -105,6 +107,7 @@ def trainable(config: Config) -> Mask:
 
 
 def _matching(patterns: Sequence[str], *, if_matched: bool) -> Mask:
-    """Returns a function that maps a tree to a tree of bools: `if_matched` if a leaf's name a/b/c matches a pattern."""
+    """Returns a function that maps a tree to a tree of bools: `if_matched` for the leaves whose name a/b/c matches a
+    pattern, and the opposite for all others."""
     searches = [re.compile(pattern).search for pattern in patterns]
     return from_names(lambda name: any(search(whole_name(name)) for search in searches) == if_matched)

@@ -24,9 +24,9 @@ def sent(dtype: str, grads: Any, shardings: Any) -> Any:
     """Returns the outer gradients of all islands as every island receives them, in float32.
 
     Args:
-      dtype: `diloco_outer_grad_dtype`. With float32, `grads` are returned unchanged, and the caller's mean becomes an
-        all-reduce. With bfloat16 or int8, the gradients are rounded and all-gathered, so that no sum is computed in low
-        precision.
+      dtype: `diloco_outer_grad_dtype`. With float32, `grads` are returned unchanged, and the caller's mean over
+        islands becomes an all-reduce. With bfloat16 or int8, the gradients are rounded and all-gathered, so that no sum
+        is computed in low precision.
       grads: float32, each leaf [islands, ...].
       shardings: the shardings of the parameters.
     """
@@ -42,7 +42,7 @@ def _sent_as_bfloat16(grad: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 
 def _sent_as_int8(grad: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Rounds each row (the last axis) to multiples of 1/127 of the row's largest magnitude."""
+    """Returns `grad` all-gathered, each row (the last axis) rounded to multiples of 1/127 of its largest magnitude."""
     if grad.ndim == 1:  # one number per island
         return grad
     largest = jnp.max(jnp.abs(grad), -1, keepdims=True)

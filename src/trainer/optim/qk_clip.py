@@ -18,14 +18,14 @@ NAME = "qk_clip"
 
 
 def qk_clip(config: Config, param_axes: Any, layers: Mapping[str, Clipped]) -> Rule:
-    """Returns the rule that, after an update, scales each head's logits by eta = min(1, tau / its largest logit).
+    """Returns the rule that, after an update, scales the logits of each head by eta = min(1, tau / largest logit).
 
     tau is `qk_clip_threshold`. The rule acts in every `qk_clip_interval`-th step, starting with step 0.
 
-    The largest logit is measured over the whole batch in the step's forward pass, before the update. Each layer
-    declares the weights that eta scales (`layers.clip`). Layers with only frozen weights are not clipped. The rule's
-    state is also its metrics: `max_logit`, the largest logit of all heads in the last step in which the
-    rule acted, and `clipped_heads`, the number of heads with eta < 1 (0 in a step in which the rule does not act).
+    The largest logit of a head is measured over the whole batch in the step's forward pass, before the update. Each
+    layer declares the weights that eta scales (`layers.clip`). A layer is not clipped if all of these weights are
+    frozen. The rule's state is also its metrics: `max_logit`, the largest logit of all heads in the last step in which
+    the rule acted, and `clipped_heads`, the number of heads with eta < 1 (0 in a step in which the rule does not act).
 
     Args:
       config: resolved.
@@ -33,7 +33,8 @@ def qk_clip(config: Config, param_axes: Any, layers: Mapping[str, Clipped]) -> R
       layers: see `models.clipped.clipped_layers`.
 
     Raises:
-      UserError: only some of a layer's clipped weights are frozen, or those of all layers are frozen.
+      UserError: some, but not all, of the weights that eta scales in a layer are frozen; or such weights are frozen in
+        all layers.
     """
     stating, layers = set(layers), _not_frozen(config, param_axes, layers)
     tau, interval = config.qk_clip_threshold, config.qk_clip_interval
@@ -49,7 +50,7 @@ def qk_clip(config: Config, param_axes: Any, layers: Mapping[str, Clipped]) -> R
         _check_sown(stating, {path.removesuffix("/max_logit") for path in of_layers})
         params, clipped = new.params, jnp.zeros((), jnp.int32)
         for path, layer in layers.items():
-            largest = of_layers[f"{path}/max_logit"]  # [..., heads]; the leading axes stack layers
+            largest = of_layers[f"{path}/max_logit"]  # [..., heads]; the leading axes index stacked layers
             over = largest > tau if sampled is None else sampled & (largest > tau)
             clipped += over.sum(dtype=jnp.int32)
             eta = jnp.where(over, tau / largest, 1.0)
@@ -66,7 +67,7 @@ def scaled(params: Any, factors: Callable[[jax.Array], Any], eta: jax.Array) -> 
     """Returns the parameters of a layer after clipping.
 
     Args:
-      params: the layer's parameters; leading axes stack layers.
+      params: the layer's parameters; leading axes index stacked layers.
       factors: the layer's `Clipped.logit_factors`.
       eta: float32 [..., heads], with the same leading axes.
     """
@@ -96,7 +97,10 @@ def _replaced(params: Any, path: Sequence[str], change: Callable[[Any], Any]) ->
 
 
 def _check_sown(stating: set[str], sowing: set[str]) -> None:
-    """Raises UserError if a layer of a custom block has its path in only one of the two sets."""
+    """Raises UserError if a layer of a custom block defines `logit_factors` but sows no max_logit, or vice versa.
+
+    `stating` are the paths of layers that define `logit_factors`, `sowing` those of layers that sow max_logit.
+    """
     mistakes = [
         *(f"{path} defines logit_factors, but sows no max_logit" for path in sorted(stating - sowing)),
         *(f"{path} sows max_logit, but does not define logit_factors" for path in sorted(sowing - stating)),
@@ -108,7 +112,7 @@ def _check_sown(stating: set[str], sowing: set[str]) -> None:
 
 
 def _not_frozen(config: Config, param_axes: Any, layers: Mapping[str, Clipped]) -> dict[str, Clipped]:
-    """Returns the layers whose weights QK-Clip may scale."""
+    """Returns the layers in which QK-Clip scales weights: all but the layers in which these weights are frozen."""
     is_trained = trainable(config)(param_axes)
     kept, mistakes = {}, []
     for path, layer in layers.items():

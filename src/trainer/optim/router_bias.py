@@ -13,7 +13,7 @@ from trainer.ops.paths import by_name, path_of
 from trainer.optim.rules import Rule
 
 NAME = "router_bias"
-# The paths of a router's sown count and, in `rest`, of the router's bias, relative to the layer (`layers.moe`).
+# The paths of the router's sown token counts and of the router's bias, relative to the MoE layer (`layers.moe`).
 _COUNT, _BIAS = "tokens_per_expert", "gate/bias"
 
 
@@ -22,14 +22,21 @@ def router_bias(config: Config, rest: Any) -> Rule:
 
     In each accepted step, the rule adds `routed_bias_update_rate` times the sign of (mean load - load) to each expert's
     bias. The load is the number of tokens in the whole batch that chose the expert. The rule has no state, because the
-    biases are in `rest`, which may contain arrays or ShapeDtypeStructs here.
+    biases are in `TrainTree.rest`.
+
+    Args:
+      config: resolved.
+      rest: the model's `TrainTree.rest`, as arrays or ShapeDtypeStructs.
 
     Raises:
       UserError: no router of the model has a bias.
     """
     rate = config.routed_bias_update_rate
     if not any(_is_bias(name) for name in by_name(rest)):
-        raise UserError(f"routed_bias=true: no layer has a bias at {_BIAS} (trainer.layers.moe)")
+        raise UserError(
+            f"routed_bias=true: no router of this model has a bias (a buffer with a path that ends in {_BIAS}; see "
+            "trainer.layers.moe)"
+        )
 
     def update(state: Any, old: Any, new: Any, sown: Any) -> tuple[Any, Any]:
         counts: Mapping[str, jax.Array] = sown[RouterCount.__name__]
@@ -49,7 +56,10 @@ def _is_bias(name: str) -> bool:
 
 
 def direction(count: jax.Array) -> jax.Array:
-    """Returns the sign of (mean - count) over the last axis, int32 like `count`, computed exactly."""
+    """Returns the sign of (mean - count), int32 like `count`, where mean is the mean of `count` over the last axis.
+
+    The sign is exact, because it is computed with integers.
+    """
     total, experts = count.sum(-1, keepdims=True), count.shape[-1]
     whole, remainder = total // experts, total % experts
     below = (count < whole) | ((count == whole) & (remainder > 0))

@@ -26,18 +26,20 @@ class Rule(NamedTuple):
 
     Attributes:
       name: the name of the rule's state, unique in the list.
-      init: `init(params) -> state`, a pytree of finite arrays. A part with the structure of `params` is sharded like
-        `params`.
+      init: `init(params) -> state`, a pytree of finite arrays. A subtree with the structure of `params` is sharded
+        like `params`.
       update: `update(state, old, new, sown) -> (state, new)`, where `old` is the TrainTree before the step, and `new`
-        is the TrainTree after the optimizer and the previous rules. It may replace `params` and `rest`.
-      sown: the types of sown values that the rule reads. The argument `sown` has these values for the whole batch.
-      metrics: maps the state after a step to the step's metrics, by name. A skipped step keeps the old state.
-      observe: `observe(state, seen) -> (state, reasons)`, called before the update. `reasons` are bools [] by name. If
-        any is true, the step is skipped: nothing but the step count changes, not even a rule's state. Each reason is
-        also a metric of the step, 0 or 1. None: the rule never skips a step.
-      due: maps the step count, int32 [], to whether the rule reads its sown values in that step, a bool []. None: it
-        reads them in every step. `update` is called in every step, but in a step that is not due, the sown values
-        may be meaningless.
+        is the TrainTree after the optimizer and the previous rules. `update` may replace `new.params` and `new.rest`.
+      sown: the types of sown values (`layers.sown`) that the rule reads. The argument `sown` of `update` maps the name
+        of each type to its values for the whole batch, by path.
+      metrics: `metrics(state)` returns the metrics of a step by name, from the rule's state after the step. A skipped
+        step leaves the state unchanged.
+      observe: `observe(state, seen) -> (state, reasons)`, called before `update`. `reasons` are bools [] by name. If
+        any reason is true, the step is skipped: nothing but the step count changes, not even a rule's state. Each
+        reason is also a metric of the step, 0 or 1. None: the rule never skips a step.
+      due: `due(step)` returns whether the rule reads its sown values in a step, a bool []; `step` is the step count,
+        int32 []. None: the rule reads them in every step. `update` is called in every step, but the sown values may be
+        meaningless in a step for which `due` returns False.
     """
 
     name: str
@@ -59,7 +61,7 @@ class WithRules(NamedTuple):
 def with_rules(tx: optax.GradientTransformation, rules: Sequence[Rule]) -> optax.GradientTransformation:
     """Returns `tx` with the state of `rules` included in its state; without rules, `tx` itself.
 
-    The updates are those of `tx`. A step applies them and then calls `apply_rules`.
+    The result computes the same updates as `tx`. A training step applies the updates and then calls `apply_rules`.
     """
     if not rules:
         return tx
@@ -100,7 +102,7 @@ def observed(rules: Sequence[Rule], tree: Any, seen: Seen) -> tuple[Any, dict[st
 
 
 def apply_rules(rules: Sequence[Rule], old: Any, new: Any, sown: Any) -> Any:
-    """Returns the TrainTree `new` after all `rules`, applied in order."""
+    """Applies all `rules`, in order, to the TrainTree `new`, and returns the result. `old`: see `Rule.update`."""
     for rule in rules:
         state, new = rule.update(new.opt_state.rules[rule.name], old, new, sown)
         new = _with_state(new, rule, state)

@@ -13,10 +13,10 @@ def make_schedule(config: Config) -> optax.Schedule:
     """Returns the schedule: linear warm-up to `learning_rate`, then the shape of `lr_schedule_type`.
 
     The first w = N * `warmup_steps_fraction` of the N = `learning_rate_schedule_steps` updates warm up: update i,
-    counted from 0, runs at (i + 1) / w of the peak. After warm-up, the rate falls to `learning_rate_final_fraction` of
-    the peak at update N - 1, and stays there. wsd (warm-up, stable, decay; Hu et al. 2024, arXiv:2404.06395) decays
-    only over the last N * `wsd_decay_steps_fraction` updates. If no updates remain for the decay, the rate stays at the
-    peak.
+    counted from 0, runs at (i + 1) / w of the peak, `learning_rate`. With the type `constant`, the rate then stays at
+    the peak. With the other types, it falls to `learning_rate_final_fraction` of the peak at update N - 1, and stays
+    there. `wsd` (warm-up, stable, decay; Hu et al. 2024, arXiv:2404.06395) decays only over the last
+    N * `wsd_decay_steps_fraction` updates. If no updates remain for the decay, the rate stays at the peak.
     """
     peak, final = config.learning_rate, config.learning_rate * config.learning_rate_final_fraction
     length = config.learning_rate_schedule_steps

@@ -19,7 +19,7 @@ def weight_sparsity(config: Config, kernels: Sequence[Kernel]) -> Rule:
     """Returns the rule that computes the masks of `kernels` from the updated parameters (`products.sparse.largest`).
 
     It computes them after `weight_sparsity_start_step` steps, and again every `weight_sparsity_update_step` steps.
-    Skipped steps count, but do not change the masks. The rule has no state, because the masks are in `rest`.
+    Skipped steps count, but do not change the masks. The rule has no state, because the masks are in `TrainTree.rest`.
     """
     n, m, start, every = (
         config[key]

@@ -12,11 +12,11 @@ NAME = "spikes"
 
 
 class Window(NamedTuple):
-    """The last accepted steps. Accepted step number i is stored at index i modulo the length."""
+    """The last accepted steps. Accepted step number i is stored at index i modulo the window's length."""
 
     loss: jax.Array  # float32 [interval]
     grad_norm: jax.Array  # float32 [interval], before clipping
-    accepted: jax.Array  # int32 [], accepted steps since the statistics began
+    accepted: jax.Array  # int32 [], the number of accepted steps since the statistics began
     last: jax.Array  # int32 [], the step count of the last accepted step
 
 
@@ -26,11 +26,11 @@ def skip_spikes(config: Config) -> Rule:
     A step is skipped if its loss or gradient norm is above mean + `skip_step_scaling_factor` standard deviations of
     the last `skip_step_interval` accepted steps.
 
-    Until interval / 2 steps have been accepted, no step is tested. Until a whole interval has been accepted, the
-    statistics cover the steps accepted so far. The statistics never include skipped steps. Variances are
+    With n = `skip_step_interval`: until n / 2 steps have been accepted, no step is tested. Until n steps have been
+    accepted, the statistics cover the steps accepted so far. The statistics never include skipped steps. Variances are
     population variances (divided by the number of steps).
 
-    After interval / 2 consecutive skipped steps, for whatever reason, the next finite step is accepted and the
+    After n / 2 consecutive steps that were skipped for whatever reason, the next finite step is accepted and the
     statistics restart from it, because the loss may have reached a new level. So spikes cannot stop a run forever.
     """
     interval, factor = config.skip_step_interval, config.skip_step_scaling_factor

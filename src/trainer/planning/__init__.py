@@ -1,1 +1,1 @@
-"""Finds the fastest configuration that fits the devices, by compiling candidates. Start with `search.plan`."""
+"""Finds the fastest configuration that fits the devices, by compiling candidates. `search.plan` runs a whole search."""

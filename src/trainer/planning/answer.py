@@ -1,6 +1,6 @@
 """A plan's answer as text and as JSON: the best configurations, the command that trains, and why the others lost.
 
-Every figure is in a row of the journal, or is a ratio of two such figures.
+Every figure of a candidate is in the candidate's row of the journal, or is a ratio of two such figures.
 """
 
 import os
@@ -49,7 +49,10 @@ def answer_text(search: Search, space: Space, words: Sequence[str]) -> str:
 
 
 def answer_json(search: Search, space: Space, words: Sequence[str], larger: Larger | None = None) -> dict[str, Any]:
-    """Returns the answer as plain data: `command`, `best`, `candidates`, `counts`, `lost`, `refused`, `larger`."""
+    """Returns the answer as a dict of plain data.
+
+    Its keys are `command`, `best`, `candidates`, `counts`, `lost`, `refused` and `larger`.
+    """
     best = search.best
     return {
         "command": " ".join(command(search, words, best.changes)) if best else None,
@@ -63,11 +66,11 @@ def answer_json(search: Search, space: Space, words: Sequence[str], larger: Larg
 
 
 def command(search: Search, words: Sequence[str], changes: Changes) -> list[str]:
-    """Returns the command that trains with `changes`: `words` without the keys of compilation, followed
-    by the settings that differ.
+    """Returns the command that trains with the settings `changes`.
 
-    The command unsets the environment variable M_KEY of each of these settings, because `trainer.train` refuses a key
-    with two values.
+    It has the plan's arguments `words` without the keys that only concern compilation, followed by the settings that
+    differ from the plan's configuration. If the environment variable M_KEY of such a setting exists, the command
+    unsets it, because `trainer.train` refuses a key with two values.
     """
     names = {word: plain_name(word.partition("=")[0]) for word in words}
     kept = [word for word in words if names[word] not in (*_COMPILE_KEYS, *changes)]
@@ -130,7 +133,7 @@ def _table(search: Search) -> Iterator[str]:
 
 
 def larger_text(found: Larger | None) -> str:
-    """Returns a line about the result of `smallest_that_fits`."""
+    """Returns a line about the result of `planning.larger.smallest_that_fits`."""
     if found is None:
         return "the model fits on none of the next larger topologies of this kind that were tried"
     slices = f" compile_topology_num_slices={found.slices}" if found.slices > 1 else ""
@@ -163,8 +166,7 @@ def _lost(search: Search, space: Space) -> Iterator[str]:
 
 
 def losers(search: Search, space: Space) -> Iterator[tuple[str, str]]:
-    """Yields each alternative that was compiled and lost, and why: how its best candidate compares
-    with the winner."""
+    """Yields each setting that was compiled and lost, and how its best candidate compares with the winner."""
     best = search.best
     if best is None:
         return
@@ -181,7 +183,7 @@ def losers(search: Search, space: Space) -> Iterator[tuple[str, str]]:
 
 
 def _has(changes: Changes, choice: Changes, choices: Sequence[Changes]) -> bool:
-    """Returns whether a point has exactly this choice of a dimension."""
+    """Returns whether a point has `choice` of a dimension: equal values of all keys that occur in the `choices`."""
     keys = {key for other in choices for key in other}
     return {key: value for key, value in changes.items() if key in keys} == dict(choice)
 

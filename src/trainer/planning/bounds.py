@@ -1,7 +1,7 @@
 """Lower bounds on the memory and time of a compiled step, without compiling it.
 
 The docstrings below prove the bounds. `scripts/check_plan_bounds.py` compares bounds with compiled steps. A "loop" is a
-rolled loop over layers with more than one iteration; a compiler may inline a single iteration.
+rolled loop over layers with more than one iteration, because a compiler may inline a loop with a single iteration.
 
 Symbols: L is the number of iterations of a loop, B the rows of a microbatch over all devices, and T the tokens per row.
 """
@@ -32,7 +32,8 @@ from trainer.state.host import check_host_memory
 from trainer.training.build import build
 from trainer.training.run import Run
 
-# Keys that change neither the train state nor its shardings. Their checks are in `resolve` and `check_offload`.
+# Keys that change neither the train state nor its shardings, so that configurations share a cached `_State`. They need
+# no check by `build`, which a cached state skips: `resolve` and `check_offload` check them.
 _NOT_OF_STATE = (
     *("per_device_batch_size", "eval_per_device_batch_size", "gradient_accumulation_steps", "num_vocab_tiling"),
     *("remat_policy", *TENSORS, *OWN_TENSORS),
@@ -64,9 +65,9 @@ class Bound(NamedTuple):
     Attributes:
       arguments: bytes of the step's arguments in device memory: parameters, optimizer state, batch. Layouts that pad
         arrays use more.
-      memory: bytes of the arguments and of the temporaries that the step certainly stores. Never more than the report's
-        `peak_bytes`.
-      seconds: never more than the `seconds` of `aot.roofline`; 0.0 if the chip is unknown.
+      memory: bytes of the arguments and of the temporaries that the step certainly stores. Never more than the
+        `peak_bytes` of the compile report.
+      seconds: never more than the `seconds` that `aot.roofline` estimates; 0.0 if the chip is unknown.
     """
 
     arguments: int
@@ -108,8 +109,10 @@ class _Loops(NamedTuple):
     def live(self, rows: int, microbatches: int) -> float:
         """Returns the largest number of bytes that are live when a backward loop begins.
 
-        These are the arrays that this loop and earlier loops kept, this loop's gradients and, with one microbatch, the
-        gradients of later loops. With several microbatches, later loops have already added theirs to the sums."""
+        These are the arrays that this loop and earlier loops of the forward pass kept, this loop's gradients and, with
+        one microbatch, the gradients of later loops, because the backward pass reaches later loops first. With several
+        microbatches, the gradients of later loops have already been added to the sums.
+        """
         return max(
             (
                 rows * sum(self.kept[: i + 1]) + sum(self.gradients[i : i + 1 if microbatches > 1 else None])
@@ -144,7 +147,7 @@ class Bounds:
         - the gradients that the backward loops stack: a loop's results occupy their full size from its first
           iteration on, when all arrays that the forward loop kept are still live (`_Loops.live`);
         - with several microbatches, the float32 sums of gradients.
-        On a TPU, up to `_ON_CHIP` bytes of the last three are not counted, because they may be stored outside of HBM.
+        On a TPU, `_ON_CHIP` bytes are subtracted from the sum of the last three, which may be stored outside of HBM.
         The arrays of loops are counted as if sharded over all devices. The loops of pipelines and DiLoCo are not
         counted, and unrolled layers have none. Logits are not counted, because a compiler may fuse them with the loss.
 
@@ -171,9 +174,12 @@ class Bounds:
         """Returns the larger of a time for computation and a time for memory traffic.
 
         Computation: the FLOPs of the model's matrix products for all rows, spread over all devices, at the highest rate
-        that the products may reach. The FLOPs are those of the traced loops (including recomputation) plus the output
-        head's, or those of `_products` if they are more. Memory traffic: each step reads and writes the trained
-        parameters and their optimizer state in device memory once.
+        that the products may reach. The number of FLOPs is the larger of two bounds: the FLOPs of the traced loops
+        (including recomputation) plus those of the output head; and `_products`, multiplied by the number of passes (3
+        if all parameters are trained, else 1).
+
+        Memory traffic: each step reads and writes the trained parameters and their optimizer state in device memory
+        once (`_State.updated`).
         """
         assert self._chip is not None
         rows, tokens = global_batch_rows(config), global_batch_rows(config) * config.max_target_length
@@ -188,9 +194,9 @@ class Bounds:
         """Returns a lower bound on the FLOPs per token of the forward pass, from the matrix products with parameters.
 
         Leaves out attention, whose kernels may skip masked blocks, and modules of multi-token prediction, which may
-        skip tokens. If experts drop tokens, they count for `capacity_factor` of the tokens, at most all. With
-        `sparse_matmul`, experts that drop none count only where the lengths and costs of their loops are known: on TPUs
-        without expert parallelism.
+        skip tokens. If experts drop tokens, the products of experts count for a share of `capacity_factor` of
+        the tokens, at most 1. If experts drop no tokens and `sparse_matmul` is set, the products of experts count only
+        where the lengths and costs of their loops are known: on TPUs without expert parallelism.
         """
         if family(config.decoder_block).forward_flops is None:
             return 0.0
@@ -226,7 +232,7 @@ def _key(config: Config, without: Sequence[str]) -> bytes:
 
 
 def _narrows(config: Config) -> bool:
-    """Returns whether gradients are only read by casts to bfloat16, so that a compiler may store only bfloat16."""
+    """Returns whether all gradients are cast to bfloat16 before any use, so that a compiler may store only bfloat16."""
     return config.grad_dtype == "bfloat16" and config.gradient_accumulation_steps == 1
 
 
@@ -250,8 +256,8 @@ def _peak(config: Config, chip: Chip) -> float:
 
 def _state_of(run: Run) -> _State:
     """Returns the bytes of a run's arguments and gradient sums on one device. The sums are sharded like the stored
-    parameters (`training.step`); with Muon, whose update shards them differently, they count as sharded over all
-    devices."""
+    parameters (`training.step`); with Muon, whose update shards the sums differently, they are counted as if
+    sharded over all devices."""
     config, (state, _, frozen) = run.config, run.abstract_args()
     rows = run.rows
     one, two = (_bytes([run.abstract_batch(n).get(name) for name in _READ]) for n in (rows, 2 * rows))
@@ -293,16 +299,16 @@ def _loops_of(jaxpr: Any, config: Config) -> _Loops:
     Kept arrays: a forward loop writes the arrays that its backward loop (a reversed scan) reads, each to one buffer for
     all iterations. A compiler reorders and fuses operations within a loop's body, but it neither recomputes nor shrinks
     a loop's results. Only arrays [L, B, T, ...] or [L, B T, ...] in device memory are counted, so the bytes are
-    proportional to the rows. An array is only counted if a compiler cannot recompute it from other arrays, because its
-    source is the loop's input, a matrix product, or a tensor that a policy names. Arrays with the same source count
-    once, because a compiler merges equal computations. All but the loop's input count at most two bytes per entry,
-    because a TPU's compiler narrows arrays that only products read.
+    proportional to the rows. An array is counted only if its source (`_source`) is the loop's input, a matrix product,
+    or a tensor that a policy names; a compiler may recompute any other array. Arrays with the same source count once,
+    because a compiler merges equal computations. All but the loop's input count at most two bytes per entry, because a
+    TPU's compiler may narrow arrays that only products read.
 
-    Gradients: only loops that keep such arrays are counted, which excludes loops over tiles of the vocabulary.
-    Gradients count at most four bytes per entry, or two if only casts to grad_dtype=bfloat16 read them.
+    Gradients: only loops with counted kept arrays are included, which excludes loops over tiles of the vocabulary.
+    Gradients count at most four bytes per entry, or two if `_narrows` returns True.
 
-    FLOPs: products with exactly one axis of tokens, [B, T] or [B T], and their gradients are counted, so the FLOPs are
-    proportional to the rows.
+    FLOPs: a product is counted if the tokens, [B, T] or [B T], are a free dimension of one operand only, or if they are
+    contracted. This includes the products that compute gradients. The FLOPs are proportional to the rows.
     """
     rows, length = microbatch_rows(config), config.max_target_length
     most = 2 if _narrows(config) else 4
@@ -319,7 +325,7 @@ def _loops_of(jaxpr: Any, config: Config) -> _Loops:
 
 
 def _pairs(jaxpr: Any, times: int) -> Iterator[tuple[Any, Any, int]]:
-    """Yields each forward loop with its backward loop, in the order of the forward pass, and how often both run."""
+    """Yields each forward loop with its backward loop, in the order of the forward pass, and how often they run."""
     loops = [it for it in jaxpr.eqns if it.primitive is scan_p and it.params["length"] > 1]
     backward = [loop for loop in loops if loop.params["reverse"]]
     for forward in loops:
@@ -373,17 +379,19 @@ def _has_tokens(shape: Sequence[int], rows: int, length: int) -> bool:
 
 
 def _source(jaxpr: Any, var: Any) -> tuple[Any, bool, bool]:
-    """Returns the source of `var`, whether a name was passed on the way, and whether a matrix product computes it.
+    """Returns the source of `var`, whether it or a copy of it has a checkpoint name, and whether a product computes it.
 
-    The source is the variable from which `var` is only reshaped, cast or moved, preceded by the ids of the calls that
-    contain the variable."""
+    The source is the variable of which `var` is a copy that was only reshaped, cast or moved. It is returned as a tuple
+    that ends with the variable; before it are the ids of the calls that contain the variable.
+    """
     named, outer = False, list[Any]()
     while not isinstance(var, Literal):
         made = next((equation for equation in jaxpr.eqns if var in equation.outvars), None)
         if made is None:  # an argument of `jaxpr`, or a constant
             if not outer or var not in jaxpr.invars:
                 break
-            behind = jaxpr.invars.index(var) - len(jaxpr.invars)  # constants may come before the operands
+            # Counts from the end, because constants may come before the operands.
+            behind = jaxpr.invars.index(var) - len(jaxpr.invars)
             jaxpr, equation = outer.pop()
             var = equation.invars[behind]
         elif (inner := _called(made)) is not None:
@@ -405,8 +413,11 @@ def _called(equation: Any) -> Any:
 
 
 def _flops(jaxpr: Any, rows: int, length: int) -> float:
-    """Returns the FLOPs of one call's products with tokens (see `_loops_of`). Products of the same arrays, even after
-    casts and reshapes, count once, because a compiler merges equal computations."""
+    """Returns the FLOPs of the products with tokens in one run of `jaxpr` (see `_loops_of`).
+
+    Products of the same arrays, even after casts and reshapes, count once, because a compiler merges equal
+    computations.
+    """
     found, seen = 0.0, set()
     makers = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
 
@@ -443,8 +454,8 @@ def _product_flops(equation: Any, rows: int, length: int) -> float:
 
 
 def _role(shape: Sequence[int], contracting: Sequence[int], batch: Sequence[int], rows: int, length: int) -> str:
-    """Returns the role of an operand's token axes in a product: "free", "contracting" or "batch"; "" without such axes;
-    "both" if the axes of rows and length have different roles."""
+    """Returns the role of an operand's token axes in a product: "free", "contracting" or "batch"; "" if the operand has
+    no token axes; "both" if the axes of rows and length have different roles."""
     found = set()
     for axis, size in enumerate(shape):
         whole = size == rows * length

@@ -14,7 +14,7 @@ class Candidate:
     """One compiled configuration.
 
     Attributes:
-      changes: the settings that the candidate adds to the plan's configuration.
+      changes: the settings that override the plan's configuration.
       outcome: FITS, TOO_LARGE or FAILED.
       tokens: tokens per update, over all devices.
       row: the candidate's row in the journal, with every figure that a plan prints.

@@ -20,9 +20,10 @@ from trainer.observe.text import short_time, si
 from trainer.planning.candidate import FAILED, FITS, TOO_LARGE, kept
 from trainer.training.memory import host_memory
 
-# Keys with which train_compile would write files.
+# Settings that keep train_compile from writing files.
 _WRITES = {"compiled_trainstep_file": "", "compile_report_file": "", "dump_hlo": False}
-# A compilation may use this many times the memory and the time of the largest and longest earlier ones.
+# The limits of a compilation are these multiples of the largest memory and of the longest time of earlier compilations;
+# the time limit is at least _LEAST_SECONDS.
 _MORE_MEMORY, _MORE_TIME, _LEAST_SECONDS = 3, 10, 1800
 _POLL = 0.2  # seconds
 
@@ -31,15 +32,17 @@ class Compiler:
     """Runs compilations one after the other, each in a separate process with limits on memory and time."""
 
     def __init__(self, program: Sequence[str] = (sys.executable, "-m", "trainer.train_compile")):
-        """`program`: the command's arguments before the configuration file."""
+        """`program`: the command that compiles, up to the configuration file, which is its next argument."""
         self._program = program
-        self._memory, self._seconds = 0, 0.0  # the maximum over all compilations so far
+        self._memory, self._seconds = 0, 0.0  # the maxima over the compilations that succeeded so far
         self._process: subprocess.Popen[bytes] | None = None
         self._folder = ""
 
     def __call__(self, config: Config) -> dict[str, Any]:
-        """Returns the row of a compilation, without its key: `outcome`, `reason`, `report`, `wall_seconds`, `memory`,
-        and `again`: whether a limit or a signal ended it, so that another attempt may succeed.
+        """Compiles a configuration, and returns the row for the journal without `key`.
+
+        The row has `outcome`, `reason`, `report`, `wall_seconds`, `memory` (the compiler's peak, in bytes), and
+        `again`, which is true if a limit or a signal ended the compilation, so that another attempt may succeed.
 
         Args:
           config: not resolved.

@@ -22,8 +22,8 @@ class Family:
     """Points that differ only in their rows, fewest rows first."""
 
     points: list[Changes]
-    guesses: list[Guess]  # one for each point, uncorrected
-    beyond: int  # the smallest index that is known not to fit
+    guesses: list[Guess]  # one for each point, without corrections (`Guesses.of`)
+    beyond: int  # the smallest index that is known not to fit, or the number of points
     fits: int = -1  # the largest index that is known to fit
     done: set[int] = field(default_factory=set)  # the indices that the search has handled
 
@@ -69,11 +69,14 @@ class Checks:
 
 
 def families(space: Space, checks: Checks, guesses: Guesses, refuse: Callable[[str, int], object]) -> Iterator[Family]:
-    """Yields the families of a space, without most of the refused points. The search finds the others one by one.
+    """Yields the families of a space, without most of the refused points. The search finds the other refused points
+    one by one.
 
-    A pair of a mesh and rows is left out if it is refused for the same reason with the first and with the last choices
-    of the other dimensions. Then, a choice of another dimension is left out if it is refused for the same reason with
-    the first and with the last remaining pair, each with the first and with the last choices of the other dimensions.
+    A mesh is left out if the network of the devices cannot form it. To leave out more, only a few points are checked:
+    - A pair of a mesh and rows is left out if two points with this pair are refused for the same reason: with the first
+      choice of every other dimension, and with the last choice of every other dimension.
+    - A choice of another dimension is left out if four points with this choice are refused for the same reason: with
+      the first and with the last remaining pair, each with the first and with the last choices of the other dimensions.
 
     Args:
       refuse: called with a reason and the number of points that it concerns.
@@ -96,7 +99,9 @@ def families(space: Space, checks: Checks, guesses: Guesses, refuse: Callable[[s
     others = _accepted(others, pairs, checks, refuse)
     for mesh, allowed in pairs:
         for other in others.points():
-            for accumulates in (False, True):  # accumulation takes memory, so fewer rows may need more
+            # A family never mixes points with and without accumulation: because of the sums of gradients, a point with
+            # accumulation may need more memory than a point with more rows but without accumulation.
+            for accumulates in (False, True):
                 points: list[Changes] = [{**mesh, **choice, **other} for choice in allowed]
                 points = [point for point in points if (checks.value(point, STEPS) > 1) == accumulates]
                 points.sort(key=lambda point: checks.value(point, BATCH_ROWS))
@@ -110,7 +115,7 @@ def _accepted(
     checks: Checks,
     refuse: Callable[[str, int], object],
 ) -> Space:
-    """Returns `others` without the choices that are always refused."""
+    """Returns `others` without the choices that `families` leaves out."""
     if not pairs:
         return others
     (mesh, rows), (last_mesh, last_rows) = pairs[0], pairs[-1]
@@ -146,5 +151,5 @@ def _always(checks: Checks, points: Sequence[Changes]) -> str:
 
 
 def a_mistake(error: UserError) -> str:
-    """Returns one mistake of an error about a configuration, without the heading."""
+    """Returns the last of the mistakes that an error about a configuration lists."""
     return str(error).splitlines()[-1].strip()

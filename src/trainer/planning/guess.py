@@ -11,7 +11,7 @@ from trainer.config.keys import Config
 from trainer.layers.remat import KEPT
 from trainer.models.flops import flops_per_token, matmul_parameters
 
-# Offloading policies, with the policy that keeps the same tensors on the device.
+# For each policy that offloads tensors, the policy that keeps the same tensors on the device.
 _OFFLOADS = {"qkv_proj_offloaded": "save_qkv_proj", "minimal_offloaded": "minimal"}
 _EXPOSED = 0.5  # the share of transfers that computation does not hide
 _BYTES = 2  # per entry of an activation or weight
@@ -24,7 +24,7 @@ class Guess(NamedTuple):
     memory: float
 
     def times(self, factors: "Guess") -> "Guess":
-        """Returns this guess with both figures multiplied."""
+        """Returns this guess with each figure multiplied by the same figure of `factors`."""
         return Guess(self.seconds * factors.seconds, self.memory * factors.memory)
 
 
@@ -32,7 +32,7 @@ class Guesses:
     """Guesses for the points of one plan, with corrections from the compiled results of similar points."""
 
     def __init__(self, config: Config, chip: Chip, devices: int):
-        """`config`: the plan's, with all sizes of the model. `devices`: the number of devices."""
+        """`config`: the plan's configuration, with all sizes of the model. `devices`: the number of devices."""
         self._values, self._chip, self._devices = dict(config.items()), chip, devices
         self._flops, self._parameters = flops_per_token(config), _parameters(config)
         self._widths = {policy: _widths(config, policy) for policy in (*KEPT, "none", "custom")}
@@ -44,7 +44,7 @@ class Guesses:
         return next((self._factors[group] for group in _groups(changes) if group in self._factors), Guess(1.0, 1.0))
 
     def learn(self, changes: Mapping[str, Any], seconds: float | None, memory: float) -> None:
-        """Corrects future guesses for points similar to `changes`, given the compiled figures of `changes`."""
+        """Corrects future guesses for points similar to `changes`, given the compiler's figures for `changes`."""
         rough = self.of(changes)
         for group in _groups(changes):
             before = self._factors.get(group)
@@ -60,9 +60,9 @@ class Guesses:
         steps, policy = values["gradient_accumulation_steps"], values["remat_policy"]
         layers = values["base_num_decoder_layers"] / size["stage"]
         tokens = values["per_device_batch_size"] * self._devices * values["max_target_length"]
-        local = tokens / (size["data"] * size["fsdp"] * size["expert"] * size["context"])  # on a device
+        local = tokens / (size["data"] * size["fsdp"] * size["expert"] * size["context"])  # tokens on a device
         sharded, gathered = size["tensor"] * size["stage"] * size["expert"], size["fsdp"] * size["context"]
-        weights = _BYTES * self._parameters / sharded  # on a device, all-gathered
+        weights = _BYTES * self._parameters / sharded  # bytes on a device after the all-gather
         saved = sum(self._widths[_OFFLOADS.get(policy, policy)]) * local * layers * _BYTES / size["tensor"]
         every = sum(self._widths["none"]) * local * layers * _BYTES / size["tensor"]
 
@@ -91,7 +91,9 @@ class Guesses:
     def _sent(self, values: Mapping[str, Any], size: Mapping[str, int], local: float, shard: float) -> dict[str, float]:
         """Returns the bytes that a device sends in a step, by mesh axis.
 
-        `local`: the device's tokens of a microbatch. `shard`: the bytes of its weights."""
+        `local`: the number of tokens of a microbatch on the device. `shard`: the bytes of the device's shard of the
+        weights.
+        """
         steps, heads = values["gradient_accumulation_steps"], values["base_num_kv_heads"] * values["head_dim"]
         layers = values["base_num_decoder_layers"] / size["stage"]
         activations = steps * layers * local * _BYTES
@@ -111,13 +113,13 @@ class Guesses:
         return (sent / bandwidth + between) * self._chip.devices
 
     def _recomputed(self, policy: str) -> float:
-        """Returns the share of the forward pass that a policy recomputes, from the widths of the tensors it keeps."""
+        """Returns the share of the forward pass that a policy recomputes, from the widths of the kept tensors."""
         every, kept = self._widths["minimal_with_context"], self._widths[_OFFLOADS.get(policy, policy)]
         return 0.0 if policy == "none" else max(0.0, 1 - (sum(kept) - kept[0]) / (sum(every) - every[0]))
 
 
 def _groups(changes: Mapping[str, Any]) -> list[str]:
-    """Returns the names of the groups that contain a point, from the most similar points to all points."""
+    """Returns the names of the groups that contain a point, from the smallest group to the group of all points."""
     rows = ("per_device_batch_size", "gradient_accumulation_steps")
     alike = {key: value for key, value in changes.items() if key not in rows}
     mesh = {key: value for key, value in alike.items() if key.endswith("_parallelism")}
@@ -135,7 +137,7 @@ def _parameters(config: Config) -> float:
 
 
 def _widths(config: Config, policy: str) -> list[int]:
-    """Returns the entries per token and layer of the tensors that a policy keeps, the block's input first."""
+    """Returns the number of entries per token and layer of each tensor that a policy keeps, the block's input first."""
     heads, kv = (count * config.head_dim for count in (config.base_num_query_heads, config.base_num_kv_heads))
     hidden = config.base_moe_mlp_dim * config.num_experts_per_tok if has_experts(config) else config.base_mlp_dim
     widths = {"query_proj": heads, "key_proj": kv, "value_proj": kv, "context": heads, "out_proj": config.base_emb_dim}

@@ -32,8 +32,9 @@ def default_path(config: Config) -> Path:
 def program_key(config: Config) -> str:
     """Returns a digest of everything that determines a compiled step and its report.
 
-    These are the keys of `config` (resolved) that affect the step, the topology, versions, source files, and the
-    environment variables that compilers read."""
+    This is the topology, the versions of packages, the source files, the environment variables that compilers read, and
+    the keys of `config` (resolved) that affect the step.
+    """
     values = {key: config[key] for key in (*step_keys(), "compile_topology", "compile_topology_num_slices")}
     text = json.dumps([values, source_of_block(config), _surroundings()], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:24]
@@ -48,7 +49,10 @@ def _surroundings() -> list[Any]:
 
 
 class Journal:
-    """The rows of a file by key. A row is a dict with `key` as its first item; later rows with the same key win."""
+    """The rows of a file by key. A row is a dict with `key` as its first item.
+
+    If several rows have the same key, the last one counts.
+    """
 
     def __init__(self, path: Path):
         """Reads `path` if it exists. Removes an incomplete last line, which a killed process may leave.

@@ -15,8 +15,8 @@ from trainer.planning.search import Search
 from trainer.planning.settings import settings_text
 from trainer.planning.space import VARIED, Changes, default_space
 
-_MOST = 5  # the number of topologies that are tried
-_COMPILES = 2  # for each topology
+_MOST = 5  # the maximum number of topologies that are tried
+_COMPILES = 2  # the maximum number of compilations for each topology
 _AXES = ("fsdp", "tensor")  # the mesh axes that shard the parameters of every model
 
 
@@ -59,7 +59,10 @@ def _starts(say: Callable[[str], None], name: str, changes: Changes) -> None:
 
 
 def _larger(config: Config) -> Iterator[tuple[Topology, int]]:
-    """Yields larger topologies of the same kind with slice counts: more devices per slice or, for GPUs, more hosts."""
+    """Yields up to five larger topologies of the same kind, each with its number of slices.
+
+    The topologies have more devices per slice. For GPUs, topologies with more slices (hosts) follow.
+    """
     here, slices = find_topology(config.compile_topology), config.compile_topology_num_slices
     assert isinstance(here, Topology)
     same = [other for other in topologies().values() if other.kind == here.kind and other.devices > here.devices]

@@ -10,7 +10,7 @@ from trainer.planning.space import Changes
 
 
 def run_and_tell(search: Search, say: Callable[[str], None]) -> None:
-    """Runs a search. Reports each point before its compilation, the estimated time left, and each result."""
+    """Runs a search. Before each compilation, prints the point and the estimated time left; then prints the result."""
     seconds = [row["wall_seconds"] for row in search.journal.rows.values() if row["report"]]
 
     def starts(changes: Changes) -> None:

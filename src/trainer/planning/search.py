@@ -27,12 +27,12 @@ class Counts:
     """The numbers of points in a space, by outcome."""
 
     points: int = 0
-    refused: int = 0  # by the checks of trainer.train
+    refused: int = 0  # refused by the checks of trainer.train
     same: int = 0  # the same program as another point
-    too_large: int = 0  # by a proven bound on memory, or with more rows than a point that does not fit
-    worse: int = 0  # than the best, by a proven bound on time or because of a smaller batch
+    too_large: int = 0  # excluded by a proven bound on memory, or because a point with fewer rows does not fit
+    worse: int = 0  # worse than the best point, by a proven bound on time or because of a smaller batch
     compiled: int = 0
-    known: int = 0  # compiled earlier, from the journal
+    known: int = 0  # compiled earlier: the result is from the journal
     failed: int = 0
 
     @property
@@ -56,7 +56,7 @@ class Search:
         limit: int = 24,
         chip: Chip | None = None,
     ):
-        """See `plan`. `chip`: the memory and speed of the devices; None: looked up by their kind."""
+        """See `plan` for the other arguments. `chip`: memory and speed of a device; None: looked up by device kind."""
         chip = chip or chip_of(devices[0].device_kind)
         if chip is None:
             raise UserError(
@@ -67,7 +67,7 @@ class Search:
         self.candidates: list[Candidate] = []
         self.refusals: dict[str, int] = {}  # the number of refused points by reason
         self.counts = Counts(points=space.size)
-        self.least_excess = 0  # the fewest bytes by which a point excluded by its bound exceeds a device's memory
+        self.least_excess = 0  # the smallest excess over a device's memory, in bytes, of the points excluded by a bound
         self._bounds = Bounds(devices)
         self._guesses = Guesses(config, chip, len(devices))
         self._programs: set[str] = set()
@@ -149,9 +149,12 @@ class Search:
             self._push(number)
 
     def _push(self, number: int) -> None:
-        """Adds the most promising open point of a family to the heap: the one with the most rows that probably fits.
-        If none probably fits, adds the midpoint between the points known to fit and the points known not to fit, or the
-        point with the fewest rows if none is known to fit."""
+        """Adds the most promising open point of a family to the heap.
+
+        This is the point with the most rows among the points that probably fit. If no point probably fits, it is the
+        midpoint between the points known to fit and the points known not to fit, or the point with the fewest rows if
+        no point is known to fit.
+        """
         family = self._families[number]
         if not (indices := family.open):
             return
@@ -172,7 +175,7 @@ class Search:
         self.counts.refused += points
 
     def _worth(self, family: Family, index: int) -> str | None:
-        """Returns the key of a point's program; None if the point is refused, or excluded by a bound."""
+        """Returns the key of a point's program; None if it is refused, too large, or worse than the best point."""
         changes = family.points[index]
         try:
             config = Config(self._checks.resolved(changes))
@@ -219,7 +222,7 @@ def plan(config: Config, space: Space, journal: Journal | None = None, **options
     Args:
       config: from `config.load`, not resolved, with compile_topology.
       space: see `space.default_space`.
-      journal: earlier results, to which new ones are added. None: base_output_directory/plan.jsonl.
+      journal: contains earlier results; new results are added to it. None: the file base_output_directory/plan.jsonl.
       options: `objective` and `limit` of `Search`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The settings of a point in words."""
+"""Describes the settings of a point for tables and messages."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from trainer.config.dump import as_words
 from trainer.planning.space import Changes
 
 AS_GIVEN = "as given"
-# Boolean settings, and the words that a table shows if they are on.
+# Boolean settings, each with its text in a table if the setting is on.
 _PLAIN = {
     "shard_optimizer_over_data": "Zero-1",
     "optimizer_memory_host_offload": "optimizer on the host",
@@ -15,7 +15,7 @@ _PLAIN = {
 
 
 def settings_text(changes: Changes) -> str:
-    """Returns the settings of a point for a table, without mesh axes of size 1 and settings that are off."""
+    """Returns the settings of a point for a table. Leaves out mesh axes of size 1 and settings that are off."""
     return ", ".join(text for key, value in changes.items() if (text := _setting(key, value))) or AS_GIVEN
 
 

@@ -1,4 +1,5 @@
-"""The configurations that a plan chooses from: a Cartesian product of lists of alternative settings (dimensions)."""
+"""The configurations that a plan chooses from: a Cartesian product of dimensions, which are lists of alternative
+settings."""
 
 import itertools
 import math
@@ -16,15 +17,15 @@ Changes = Mapping[str, Any]  # key -> value
 
 OBJECTIVES = TOKENS, BATCH = "tokens", "batch"
 SHARDING, REMAT, TILES, OFFLOAD, ROWS = "sharding", "rematerialization", "vocabulary tiles", "host memory", "rows"
-# Policies that keep different tensors, without aliases, `custom`, and policies that also keep quantized operands.
+# Values of remat_policy. Left out: aliases, `custom`, and the variants of policies that also keep quantized operands.
 POLICIES = (
     *("none", "minimal_with_context", "minimal", "save_dot_with_context_except_mlp", "save_dot_except_mlp"),
     *("save_qkv_proj", "save_out_proj", "full", "qkv_proj_offloaded", "minimal_offloaded"),
 )
 # The mesh axes that a plan varies. Other axes keep the size that the command gives.
 VARIED = ("data", "stage", "fsdp", "context", "tensor", "expert")
-_MICROBATCHES = (1, 2, 4)  # of a pipeline, in multiples of its stages
-_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # per device
+_MICROBATCHES = (1, 2, 4)  # numbers of pipeline microbatches, as multiples of the number of stages
+_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # rows per device
 
 
 class Dimension(NamedTuple):
@@ -66,8 +67,8 @@ def default_space(
       devices: the number of devices in a slice.
       slices: the number of slices.
       fixed: the keys that the command gives; they keep their values, except for a mesh axis of size -1.
-      search: for each key, the values to choose from. They replace the key's default choices; other keys become new
-        dimensions. For keys of the mesh, they select the meshes with these sizes.
+      search: for each key, the values to choose from. They replace the key's default choices. A key without default
+        choices becomes a new dimension. For a key of the mesh, only meshes with one of the values are kept.
       global_batch_tokens: tokens per update, reached by gradient accumulation. 0: not fixed, and
         gradient_accumulation_steps keeps its value.
 
@@ -135,7 +136,7 @@ def _meshes(
 def _with_more(
     config: Config, mesh: dict[str, int], sizes: Mapping[str, int], fixed: Collection[str], search: Collection[str]
 ) -> list[dict[str, Any]]:
-    """Returns variants of `mesh` with settings that only matter on some meshes: Zero-1, pipeline microbatches."""
+    """Returns variants of `mesh` with settings that matter only on some meshes: Zero-1 and pipeline microbatches."""
     zero1, parts = "shard_optimizer_over_data", "num_pipeline_microbatches"
     found: list[dict[str, Any]] = [mesh]
     if sizes["data"] > 1 and zero1 not in (*fixed, *search):

@@ -5,8 +5,9 @@
 - `gptq`: rounds the weights input by input; later inputs compensate for earlier errors (Frantar et al.,
   arXiv:2210.17323).
 
-Kernels are [in, out], or [groups, in, out] for experts; several input axes are merged into one, and so are several
-output axes. The results are `qwix.QArray`s: qvalue has the kernel's shape, and scale is [*groups, in / block, out].
+Kernels are [in, out], or [groups, in, out] for experts; several input axes are merged into one axis, and so are
+several output axes. The results are `qwix.QArray`s: qvalue has the kernel's shape, and scale is
+[*groups, in / block, out].
 """
 
 import dataclasses
@@ -59,11 +60,11 @@ class How:
 
 
 def awq(kernel: jax.Array, mean_abs: jax.Array, how: How, name: str = "a kernel") -> tuple[QArray, jax.Array]:
-    """Returns the quantized kernel, whose weights were multiplied by a scale for each input, and these scales.
+    """Returns the quantized kernel and its AWQ scales, float32 [*groups, in].
 
-    The scales are float32 [*groups, in]; the caller must divide activations by them. An expert without activations gets
-    scales of 1, so it is only rounded. Qwix tries 20 candidates at once; its temporaries take 41 times the size of the
-    float32 kernel.
+    Before rounding, the weights of each input are multiplied by the input's AWQ scale; the caller must divide the
+    activations by it. An expert without activations gets AWQ scales of 1, so it is only rounded. Qwix tries 20
+    candidate scales at once; its temporaries take 41 times the size of the float32 kernel.
 
     Args:
       mean_abs: the mean magnitude of each input's activations, [*groups, in].
@@ -97,7 +98,7 @@ def gptq(kernel: jax.Array, hessian: jax.Array, how: How, name: str = "a kernel"
 
 
 def values(quantized: QArray, scales: jax.Array | None = None) -> jax.Array:
-    """Returns the dequantized kernel for unscaled activations. `scales`: see `awq`."""
+    """Returns the dequantized kernel, divided by its AWQ scales (see `awq`) if `scales` are given."""
     found = dequantize(quantized)
     return found if scales is None else found / scales[..., None]
 
@@ -128,7 +129,7 @@ def _gptq(kernel: jax.Array, hessian: jax.Array, how: How) -> tuple[QArray, jax.
 
 
 def _each(fn: Callable[..., Any], kernel: jax.Array, *statistics: jax.Array) -> Any:
-    """Calls `fn` for each group, one by one, with the group's matrix, float32 [out, in], and statistics."""
+    """Calls `fn(matrix, *statistics)` for each group, one by one. `matrix` is the group's kernel, float32 [out, in]."""
     args = kernel.mT.astype(jnp.float32), *statistics
     return fn(*args) if kernel.ndim == 2 else jax.lax.map(lambda args: fn(*args), args)
 
@@ -140,7 +141,7 @@ def _by_blocks(how: How, matrix: jax.Array, hessian: jax.Array) -> tuple[QArray,
     each index. This function runs one program for a few columns in a loop. Up to the order of summation, the result
     equals Qwix's with blocksize=`columns`. Let H^-1 = U^T U, where U is upper triangular, and let b be a block of
     columns. Since later columns compensate for the block's quantization error, the block's Hessian is
-    (U_bb^T U_bb)^-1, and (w - w_quantized) U_bb^-1 U_b is subtracted from the matrix.
+    (U_bb^T U_bb)^-1, and (w - w_quantized) U_bb^-1 U_b, where w are the block's weights, is subtracted from the matrix.
 
     Columns are divided by their scale before quantization, so one scale can span several iterations.
     """
@@ -177,7 +178,8 @@ def _by_blocks(how: How, matrix: jax.Array, hessian: jax.Array) -> tuple[QArray,
 def _factor(hessian: jax.Array) -> jax.Array:
     """Returns the upper triangular U with U^T U = H^-1, where H is the Hessian, damped as in Qwix.
 
-    In H, an input without activations has only the damping, so its error does not affect other inputs.
+    In H, the row and column of an input without activations contain only the damping, on the diagonal, so the input's
+    rounding error does not affect other inputs.
     """
     mean = jnp.mean(jnp.diag(hessian))
     damped = hessian + jnp.where(mean == 0, 1.0, DAMPING * mean) * jnp.eye(len(hessian))

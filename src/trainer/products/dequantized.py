@@ -51,8 +51,8 @@ class Storage:
 
     Attributes:
       dtype: the dtype of the values, such as "int8", "float8_e4m3fn" or "nf4".
-      block: how many inputs and outputs share a scale; 0 means all. If a number does not divide an axis, the
-        greatest common divisor of the number and the axis length is used.
+      block: how many inputs and how many outputs share a scale. 0, or a number larger than the axis, means all. If a
+        number does not divide the axis, its greatest common divisor with the axis length is used.
       method: Qwix's calibration method; "minmax" also stores zero points.
       awq: whether inputs have AWQ scales.
     """
@@ -95,8 +95,13 @@ class Storage:
         return prod(tiles.get(axis, 1) for axis in range(first, first + len(kernel.in_shape)))
 
     def of_matrix(self, kernel: Kernel, value: qarray.QArray, awq_scale: jax.Array | None = None) -> Any:
-        """Returns the stored form of `value` [*groups, in, out], which has one merged axis of inputs, one merged axis
-        of outputs, and a scale for each output. `awq_scale`: [*groups, in]."""
+        """Returns the stored form of a quantized kernel.
+
+        Args:
+          value: [*groups, in, out]; the input axes are merged into one axis, and so are the output axes. No two outputs
+            share a scale.
+          awq_scale: [*groups, in].
+        """
         groups, tiles = (kernel.groups,) * bool(kernel.groups), self.how(kernel).tiled_axes if self.block[0] else {}
         counts = [
             size // tiles.get(axis, 1) if self.block[0] else 1 for axis, size in enumerate(kernel.in_shape, len(groups))
@@ -118,7 +123,7 @@ class Storage:
 
 
 def with_awq_scale(stored: Any, scale: jax.Array, kernel: Kernel) -> WithAwqScale:
-    """Returns `stored` with the scales [*stacked, *groups, *in] by which its inputs were multiplied."""
+    """Returns `stored` with its AWQ scales [*stacked, *groups, *in], by which its weights were multiplied."""
     outputs = len(kernel.out_shape)
     return WithAwqScale(
         array=stored,
@@ -150,7 +155,7 @@ def packed(value: qarray.QArray, kernel: Kernel) -> Any:
     """Returns `value` in stored form: nf4 as `Packed`, other dtypes unchanged."""
     if value.qtype != NF4:
         return value
-    axis = -len(kernel.out_shape) - 1  # the last of the inputs
+    axis = -len(kernel.out_shape) - 1  # the last input axis
     if value.shape[axis] % 2:
         raise UserError(f"quantization=nf4: {kernel.name} has an odd number of inputs, so its codes cannot be packed")
     codes = value.qvalue.astype(jnp.uint8)
@@ -181,7 +186,7 @@ def is_stored(value: Any) -> bool:
 
 
 def float_shape(stored: Any) -> tuple[int, ...]:
-    """Returns the shape of the dequantized kernel of `stored`, whose leaves are arrays or ShapeDtypeStructs."""
+    """Returns the shape of a dequantized kernel. The leaves of `stored` are arrays or ShapeDtypeStructs."""
     return jax.eval_shape(partial(dequantize, dtype=jnp.dtype(jnp.float32)), stored).shape
 
 
@@ -195,21 +200,22 @@ def _floats(kernel: Any) -> int:
         return _floats(kernel.array)
     if isinstance(kernel, Packed):
         return 2 * prod(kernel.codes.shape)
-    return prod((kernel.qvalue if isinstance(kernel, qarray.QArray) else kernel).shape)  # also Qwix's subclasses
+    # Qwix's subclasses of QArray count like a QArray.
+    return prod((kernel.qvalue if isinstance(kernel, qarray.QArray) else kernel).shape)
 
 
 def dequantized(storage: Storage, kernel: Kernel, *, rngs: nnx.Rngs) -> Product | GroupedProduct:
-    """Returns the product of `kernel`, stored according to `storage`; `partial(dequantized, storage)` is a
-    `MakeProduct`."""
+    """Returns the product for `kernel`, which is stored according to `storage`. `partial(dequantized, storage)` is
+    a `MakeProduct`."""
     del rngs
     return _Grouped(storage, kernel) if kernel.groups else _Dense(storage, kernel)
 
 
 @dataclass(frozen=True)
 class _Dense:
-    """A `Product`. If there are few rows, they are multiplied with the quantized values, and the results are scaled.
-    If the kernel were dequantized first, XLA on a TPU would write it to memory, which takes 3 to 6 times the bytes of
-    the quantized values."""
+    """A `Product`. If there are few rows, or if all inputs of an output share a scale, rows are multiplied with the
+    quantized values, and the results are scaled. If the kernel were dequantized first, XLA on a TPU would write the
+    dequantized kernel to memory, which takes 3 to 6 times the bytes of the quantized values."""
 
     storage: Storage
     kernel: Kernel
@@ -257,7 +263,11 @@ class _Dense:
 
 @dataclass(frozen=True)
 class _Grouped:
-    """A `GroupedProduct`. If each output has one scale, scales are applied to the results."""
+    """A `GroupedProduct`.
+
+    If the kernel is a `QArray` without zero points in which all inputs of an output share a scale, the results are
+    scaled. Otherwise, the kernel is dequantized first.
+    """
 
     storage: Storage
     kernel: Kernel

@@ -24,7 +24,9 @@ class Product(Protocol):
     """Multiplies `x` with a kernel: [..., *in] and [*in, *out] -> [..., *out], in the dtype of `x`.
 
     Optional method `store(kernel)`, also of grouped products: returns the stored form of the initial kernel, an array
-    or a pytree. Its parts have the kernel's axes; some may be absent or have length 1 (`sharding.axes_of_parts`).
+    or a pytree. Each array of a pytree has the kernel's axes, but may lack some of them, or have length 1 in some of
+    them (`sharding.axes_of_parts`).
+
     Optional method `array(kernel, dtype)`: returns an array [*in, *out]. Up to rounding, this product equals the plain
     product with that array.
     """
@@ -36,7 +38,7 @@ class Product(Protocol):
 
         Args:
           inputs: the number of axes of `in`.
-          kernel: the parameter as stored, in the stored dtype. It may be a pytree, see above.
+          kernel: the parameter as stored, in the stored dtype. It is a pytree if `store` returns one.
           reduce_early: None, or a function to apply to the two operands just before they are multiplied, in their
             dtype. It affects only the gradient of the kernel; a product whose kernel has no gradient ignores it.
           context: the layer's context; its rows are the first axis of `x`. None in the output head. Before using
@@ -98,12 +100,13 @@ def product(
 ) -> jax.Array:
     """See `Product`. The kernel is cast to the dtype of `x`.
 
-    Except on a TPU, axes are merged to multiply two matrices, so that XLA's CPU backend does not copy and transpose the
-    operands for the weight gradient. On a TPU, merging axes would need a copy into a common layout and, where rows are
-    split over devices, other devices' tokens (docs/decisions/0004).
+    In general, axes are merged to multiply two matrices, so that XLA's CPU backend does not copy and transpose the
+    operands for the weight gradient. Axes are not merged on a TPU, where merging would need a copy into a common
+    layout, nor if the tokens of a row are split over devices, where it would need tokens of other devices
+    (docs/decisions/0004).
 
-    `transposed`: `kernel` is a matrix [out, in]; transposing it first would be a copy on a CPU. `columns`: except on a
-    TPU, a kernel that is not `transposed` is padded to at least this many columns.
+    `transposed`: `kernel` is a matrix [out, in]; transposing it first would be a copy on a CPU. `columns`: if axes are
+    merged, a kernel that is not `transposed` is padded to at least this many columns.
     """
     del context
     kernel = kernel.astype(x.dtype)
@@ -129,14 +132,14 @@ class GroupedProduct(Protocol):
     def __call__(self, x: jax.Array, kernel: Any, sizes: jax.Array | None, context: Context | None) -> jax.Array:
         """Returns the product in the dtype of `x`.
 
-        With `sizes`, int32 [groups], `x` is [rows, in], sorted by group, and the result is [rows, out]. With None, `x`
-        is [groups, rows, in] and the result is [groups, rows, out].
+        With `sizes`, int32 [groups], `x` is [rows, in], sorted by group, and the result is [rows, out]. If `sizes`
+        is None, `x` is [groups, rows, in] and the result is [groups, rows, out].
 
         Args:
           kernel: [groups, in, out], in any dtype, or its stored pytree. If several devices share a product, this is one
             device's shard: some of the groups, and some of the inputs or of the outputs.
-          context: the context of the layer, with the device's rows of the batch. The rows of `x` differ: they are
-            sorted by group and may come from other devices.
+          context: the context of the layer, with the device's rows of the batch. These are not the rows of `x`,
+            which are sorted by group and may come from other devices.
         """
 
 
@@ -178,7 +181,8 @@ def wide_grouped_product(
 def make_wide(kernel: Kernel, *, rngs: nnx.Rngs) -> Product | GroupedProduct:
     """A `MakeProduct`: returns the plain product of `kernel`, padded with zeros to at least COLUMNS columns.
 
-    Without padding, XLA's CPU backend multiplies a narrow float32 matrix by another algorithm above 80 rows.
+    Without padding, XLA's CPU backend multiplies a narrow float32 matrix with a different algorithm if `x` has more
+    than 80 rows, so the result for a row would depend on the number of rows.
     """
     if prod(kernel.out_shape) >= COLUMNS:
         return make_plain(kernel, rngs=rngs)

@@ -27,7 +27,7 @@ from trainer.products.plain import EarlyReduction, GroupedProduct, Kernel, Produ
 LEAST_PER_SCALE = 128  # with fewer values per scale, Qwix multiplies floating-point numbers
 MOST_INT8 = (2**31 - 1) // 128**2  # the sum of this many products of int8 always fits into int32
 _ROWS = sharding.Axes(("activation_batch", "activation_length"))
-DEVICES = -1  # a value of `Recipe.parts`: by the number of devices over which the rows are sharded (`_parts`)
+DEVICES = -1  # for `Recipe.parts`: one part for each device that has rows, with exceptions (`_parts`)
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Recipe:
       per_channel: whether each row of activations and each output of the weight has its own scale. Otherwise, each
         operand has a single scale.
       rounding: "": to nearest; "uniform" or "low_bit_uniform": gradients are rounded stochastically, with Qwix's noise
-        of that name. Only for integers.
+        of that name. Stochastic rounding is only for integers.
       parts: the number of parts into which the batch's rows are split, or DEVICES. For the weight gradient, the
         output's gradient has separate scales in each part.
     """
@@ -70,7 +70,7 @@ class Recipe:
 
 
 def quantized(recipe: Recipe, kernel: Kernel, *, rngs: nnx.Rngs) -> Product | GroupedProduct:
-    """Returns the product of `kernel` with `recipe`; `functools.partial(quantized, recipe)` is a `MakeProduct`."""
+    """Returns the product that `recipe` describes for `kernel`. `partial(quantized, recipe)` is a `MakeProduct`."""
     del rngs
     return _Grouped(recipe, kernel) if kernel.groups else _Dense(recipe, kernel)
 
@@ -153,7 +153,8 @@ class _How:
     group, [rows, in].
 
     Attributes:
-      rows, inputs: the number of row axes, without the axis of groups, and the number of axes of `in`.
+      rows: the number of row axes, without the axis of groups.
+      inputs: the number of axes of `in`.
       grouped: whether the kernel has groups.
       shared_inputs, shared_outputs: the mesh axes over which `in` and `out` are sharded.
       parts: see `Recipe`; never DEVICES.
@@ -340,7 +341,7 @@ def _scale_of_outputs(how: _How, scale: jax.Array, gradient: jax.Array, sizes: j
         return scale.reshape((1,) * how.rows + scale.shape[how.inputs :])
     if sizes is None:
         return scale  # [g, 1, out]
-    if len(scale) == 1:  # the scale of a fixed range
+    if len(scale) == 1:  # a method with a fixed range has a single scale
         return scale[0]
     return jnp.repeat(scale[:, 0], sizes, axis=0, total_repeat_length=len(gradient))
 

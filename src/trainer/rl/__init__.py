@@ -1,1 +1,1 @@
-"""Reinforcement learning: prompts, rollouts, groups and rewards, as a source of batches."""
+"""A source of batches for training on the model's own completions: prompts, sampling, rewards and packing."""

@@ -1,4 +1,7 @@
-"""NumPy computations on rollouts: advantages within groups, and packing of sequences into rows."""
+"""NumPy computations on rollouts: advantages, and packing of sequences into rows.
+
+The completions of one prompt form a group.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -31,7 +34,7 @@ class Rollout(NamedTuple):
 
 
 def advantages(rewards: np.ndarray) -> np.ndarray:
-    """Returns the advantages of completions with `rewards` [groups, size], as float32 of the same shape.
+    """Returns the advantage of each completion from `rewards` [groups, size], as float32 of the same shape.
 
     An advantage is (reward - mean of the group) / (standard deviation of the group + 1e-6); the standard deviation has
     size - 1 degrees of freedom (Shao et al. 2024, arXiv:2402.03300, 4.1.2). All advantages of a group are 0 if its
@@ -75,11 +78,11 @@ def packed(
 ) -> Batch:
     """Returns a batch of `rows` rows of `length` tokens.
 
-    The batch has the fields of `objectives.next_token`, with loss only on completion tokens; `old_log_probs`, the
-    `log_probs` of the rollouts; and a float field for each entry of `values`.
+    The batch has the fields of `objectives.next_token`, with loss only on completion tokens; the field `old_log_probs`,
+    with the `log_probs` of the rollouts; and a float field for each entry of `values`.
 
     Args:
-      values: one number per rollout for each field, which applies to all tokens of its completion.
+      values: by field name, one number per rollout. It is the field's value at all tokens of the completion.
       at: the row index and the start position of each rollout, from `places`.
     """
     names = ("inputs", "targets", "segmentation", "loss")

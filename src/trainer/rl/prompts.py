@@ -22,7 +22,7 @@ from trainer.data.tokenizer import Tokenizer
 from trainer.inference.ends import stop_tokens
 from trainer.inference.served import longest_prompt
 
-_FORMAT = 1  # incremented whenever the same records result in different prompts
+_FORMAT = 1  # incremented whenever a code change makes different prompts from the same records
 INDEX = "prompt"  # the batch field with the indices of the prompts, [n]
 
 
@@ -34,7 +34,7 @@ class Prompt(NamedTuple):
       text: the value of the prompt column: a text, or a list of messages.
       columns: the values of the other columns by name, which are passed to reward functions.
       tokens: the tokens of the prompt, int32 [n].
-      completion: the tokens of the second column as a completion, int32; empty if no round uses it.
+      completion: the tokens of the data's completion (the second column), int32; empty if no round uses it.
     """
 
     where: Any
@@ -57,7 +57,7 @@ class PromptRows:
         return len(self.prompts)
 
     def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns `indices` as the array INDEX, int32."""
+        """Returns `indices` as int32, under the field name INDEX."""
         return {INDEX: indices.astype(np.int32)}
 
 
@@ -80,10 +80,10 @@ def open_prompts(config: Config, say: Say) -> PromptDataset:
 
     Args:
       config: a resolved configuration.
-      say: gets messages about prompts that are left out.
+      say: gets messages, for example about prompts that are left out.
 
     Raises:
-      UserError: files are missing or unreadable, a prompt is neither text nor messages, or no prompt remains.
+      UserError: files are missing or unreadable, a prompt is neither text nor messages, or no usable prompt remains.
     """
     source = open_source(config, say)
     if len(source.train) > 1:

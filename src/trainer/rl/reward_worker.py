@@ -1,5 +1,7 @@
-"""The worker program that calls a user's reward functions (rewards.py). It starts within a few hundredths of a second,
-because it imports neither JAX nor the package's configuration."""
+"""The worker program that calls a user's reward functions. `trainer.rl.rewards` starts it.
+
+It starts within a few hundredths of a second, because it imports neither JAX nor the package's configuration.
+"""
 
 import inspect
 import json
@@ -14,11 +16,11 @@ from typing import Any
 from trainer.data.functions import failure, load_function
 
 Function = Callable[..., Any]
-_LARGEST = 3.4e38  # the largest float32, the dtype in which the trainer stores rewards
+_LARGEST = 3.4e38  # about the largest float32, the dtype in which the trainer stores rewards
 
 
 def main(paths: list[str], connection: int, lifeline: int) -> None:
-    """Loads the functions `paths`, then scores samples until the parent process closes the connection.
+    """Loads the functions that `paths` names, then scores samples until the parent process closes the connection.
 
     Receives pickled samples (prompt, completion, columns). For each function that it loads or calls, it sends JSON: a
     number, or a text that describes the failure. It never sends a pickle, because a completion could make a function
@@ -26,7 +28,7 @@ def main(paths: list[str], connection: int, lifeline: int) -> None:
 
     Args:
       connection: the file descriptor of a socket.
-      lifeline: the file descriptor of the read end of a pipe that nobody writes to.
+      lifeline: the file descriptor of the read end of a pipe; see `_end_with`.
     """
     _end_with(lifeline)
     # Only the parent ends a worker, so the handlers do nothing. SIG_IGN would be inherited by programs that a function
@@ -61,16 +63,16 @@ def main(paths: list[str], connection: int, lifeline: int) -> None:
 def _end_with(lifeline: int) -> None:
     """Makes the kernel end this process and its children when the parent ends, whatever they are doing.
 
-    The parent has the write end of the pipe. A thread that reads the pipe would not suffice, because a regular
-    expression that never terminates blocks all Python threads. On systems other than Linux, a worker ends only after
-    its current sample.
+    The parent holds the write end of the pipe `lifeline` and never writes to it, so the kernel sends SIGIO when the
+    parent ends. A thread that reads the pipe would not suffice, because a regular expression that never terminates
+    blocks all Python threads. On systems other than Linux, a worker ends only after its current sample.
     """
     os.set_inheritable(lifeline, False)
     if sys.platform == "linux":
         import fcntl
 
         fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpid())  # the process group, which this process leads
-        fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC)  # SIGIO ends a process
+        fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC)  # by default, SIGIO ends a process
         if select.select([lifeline], [], [], 0)[0]:
             sys.exit("the parent has ended")
 
@@ -94,8 +96,9 @@ def _score(function: Function, prompt: Any, completion: str, columns: Mapping[st
 def _arguments(function: Function, given: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """Returns the positional and the keyword arguments for `function`: the entries of `given` that it accepts.
 
-    Arguments are passed by name, because some functions have no parameter `prompts`. If a function has neither a
-    parameter `prompts` nor `completions`, the prompts and completions are its first two positional arguments.
+    Arguments are passed by name, because some functions have no parameter `prompts`. If a function has at
+    least two positional parameters, but none called `prompts` or `completions`, the prompts and the completions are its
+    first two positional arguments.
     """
     parameters = inspect.signature(function).parameters.values()
     places = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
@@ -108,7 +111,7 @@ def _arguments(function: Function, given: dict[str, Any]) -> tuple[list[Any], di
 
 def _number(value: Any) -> float | str:
     """Converts a function's result for one sample to a float. Returns an error text for any other result."""
-    one = value.tolist() if hasattr(value, "tolist") else value  # NumPy, JAX and PyTorch
+    one = value.tolist() if hasattr(value, "tolist") else value  # arrays of NumPy, JAX and PyTorch
     if isinstance(one, list | tuple) and len(one) == 1:
         one = one[0].tolist() if hasattr(one[0], "tolist") else one[0]
     if isinstance(one, int | float) and abs(one) <= _LARGEST:

@@ -2,9 +2,9 @@
 
 A function is called for one sample at a time, as `function(prompts=[prompt], completions=[completion], NAME=[value],
 ...)`. Each NAME is another column of the sample's record. The function gets only the arguments that it accepts, or all
-of them if it has a parameter `**columns`. It must return a finite number, or a list of one number, which must depend
-only on the arguments. It may start processes and threads. Its output is discarded. Its temporary files go to a folder
-that is deleted with the worker.
+of them if it has a parameter `**columns`. It must return a finite number, or a list of one finite number. The result
+must depend only on the arguments. The function may start processes and threads. Its output is discarded. Its temporary
+files go to a folder that is deleted when the worker ends.
 """
 
 import collections
@@ -26,7 +26,7 @@ from trainer.config.words import visible
 
 _LOOK_SECONDS = 0.5
 START_SECONDS = 300  # time limit for importing the functions
-# `_Worker.task` of a worker that is not scoring a sample, and the values of `_Worker.end`.
+# The values of `_Worker.task` for a worker that is not scoring a sample, and the values of `_Worker.end`.
 _IDLE, _START = -2, -1
 _DONE, _LATE, _DIED = "done", "late", "died"
 _PROGRAM = (
@@ -71,7 +71,7 @@ class Rewards:
     - Scoring it takes too long: its worker is killed and replaced, and the rewards of the unfinished functions are 0.0.
       `say` gets a message about the first of these samples; `Scored.timed_out` marks all of them.
     - A function raises an exception or does not return a number: a UserError names the first failed sample.
-    - Its worker dies, for example out of memory: another worker retries the sample once; a second death is a UserError.
+    - Its worker dies, for example out of memory: another worker retries the sample. A second death raises UserError.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Rewards:
         """Starts the workers, which import the functions.
 
         Args:
-          functions: as package.module:function. Workers import them with the `sys.path` of this process.
+          functions: the functions, as package.module:function. Workers import them with the `sys.path` of this process.
           workers: the number of processes, which does not affect results.
           seconds: the time limit of a sample, for all functions together.
           say: gets a message about the first sample that takes too long.
@@ -146,7 +146,7 @@ class Rewards:
                         failed[index] = problem
                     else:
                         scored[index] = self._scored(worker, samples[index].where)
-                if failed:  # the error names the first sample that failed, so only earlier ones still matter
+                if failed:  # the error names the first sample that failed, so only earlier samples still matter
                     waiting = collections.deque(index for index in waiting if index < min(failed))
         finally:
             for worker in [worker for worker in self._workers if worker.task >= 0]:
@@ -163,7 +163,7 @@ class Rewards:
     def _finished(self) -> Iterator[tuple["_Worker", int]]:
         """Waits at most `_LOOK_SECONDS` for busy workers. Yields each worker that ended its task, with the task.
 
-        A yielded worker is idle again; if it died or took too long, it has been removed.
+        A yielded worker is idle again, or has been removed if it died or took too long.
         """
         self._meanwhile()
         at_work = [worker for worker in self._workers if worker.task != _IDLE]
@@ -174,7 +174,7 @@ class Rewards:
             if worker.connection in ready:
                 worker.receive()
             elif worker.deadline <= now:
-                # A child process may keep a dead worker's connection open.
+                # A dead worker is noticed only here if one of its child processes keeps the connection open.
                 worker.end = _LATE if worker.process.poll() is None else _DIED
             if worker.end:
                 task, worker.task = worker.task, _IDLE
@@ -222,12 +222,12 @@ def _about(sample: Sample, problem: str) -> str:
 
 
 class _Worker:
-    """A process that calls the functions (reward_worker.py). It is in a separate session, so Ctrl-C does not reach it.
+    """A process that runs `trainer.rl.reward_worker`. It is in a separate session, so Ctrl-C does not reach it.
 
     It is not a `multiprocessing` process, which would import the main module again and could not have children.
 
     Attributes:
-      task: the index of the sample that is being scored, _START or _IDLE.
+      task: the index of the sample that it scores, _START while it imports the functions, or _IDLE.
       replies: the result of each finished function: its reward, or a text that describes the failure.
       end: how the task ended (_DONE, _LATE or _DIED); "" while it runs.
       deadline: the `time.monotonic` time at which the task must have ended.
@@ -241,7 +241,7 @@ class _Worker:
         given = json.dumps([list(map(str, sys.path)), functions, *descriptors])
         # With a fixed hash seed, all workers iterate over a set of strings in the same order.
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONHASHSEED": "0"}
-        # Deleted with the worker, because a killed function does not delete its temporary files.
+        # This folder is deleted with the worker, because a killed function does not delete its temporary files.
         environment["TMPDIR"] = self._temporary = tempfile.mkdtemp(prefix="functions-")
         try:
             self.process = subprocess.Popen(

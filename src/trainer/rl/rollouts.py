@@ -60,7 +60,7 @@ class Rollouts(Rounds):
         return Judged({"rewards": rewards.tolist(), "advantages": gains}, metrics, rows)
 
     def _judges(self) -> Rewards | None:
-        """Starts the reward workers; None in processes other than the first of the run."""
+        """Starts the reward workers in the run's first process; returns None in the others."""
         if not is_first():
             return None
         config = self._run.config
@@ -68,7 +68,7 @@ class Rollouts(Rounds):
         return Rewards(config.reward_functions, config.reward_num_workers, seconds, self._say)
 
     def _scored(self, prompts: Sequence[Prompt], texts: Sequence[str], name: str) -> list[Scored]:
-        """Returns the rewards of the completions `texts`, which the first process computes."""
+        """Returns the rewards of the completions `texts` in every process. The first process computes them."""
 
         def scored() -> list[Scored]:
             assert self._rewards is not None

@@ -15,10 +15,10 @@ def completion_limit(config: Config) -> int | None:
 
 
 def rows_for(config: Config, needed: int) -> int:
-    """Returns the number of rows of an update whose sequences need `needed` rows.
+    """Returns the number of rows of an update whose sequences fill `needed` rows.
 
-    The result is about the full batch, a half of it, a quarter, ..., in whole microbatches, so that few programs are
-    compiled.
+    The result is the smallest sufficient size among the full batch, a half of it, a quarter, ..., each rounded up to
+    whole microbatches. There are few sizes, because a program is compiled for each.
     """
     rows, parts = microbatch_rows(config), config.gradient_accumulation_steps
     while parts > 1 and -(-parts // 2) * rows >= needed:

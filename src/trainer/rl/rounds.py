@@ -35,7 +35,7 @@ from trainer.runtime.place import share_of_rows
 from trainer.training.run import Run
 from trainer.training.start import Start
 
-_INTERVAL = 10.0  # seconds between two lines of progress
+_INTERVAL = 10.0  # seconds between two progress messages
 Say = Callable[[str], None]
 
 
@@ -52,7 +52,7 @@ class Judged(NamedTuple):
     Attributes:
       fields: additional batch fields by name, with n values each; a value applies to all tokens of its completion.
       metrics: metrics of the round.
-      rows: additional entries for the rows of the round's output file, n mappings.
+      rows: for each completion, additional entries for its row of the round's output file.
     """
 
     fields: Mapping[str, Sequence[float]]
@@ -65,10 +65,11 @@ def _labelled(labels: int, count: int) -> Judged:
 
 
 class Rounds:
-    """A `training.BatchSource` that samples one batch per round and returns it for `rl_num_iterations` updates.
+    """A `training.BatchSource` that makes one batch per round and returns it for `rl_num_iterations` updates.
 
-    All sampling depends only on decode_sampling_seed, the number of the round and the parameters, so a resumed run
-    repeats the same rounds. Every process generates all completions. A subclass can override `judged` to score them.
+    A round uses sampled completions or, if `of_rollouts` returns False for it, completions from the data. All sampling
+    depends only on decode_sampling_seed, the number of the round and the parameters, so a resumed run repeats the same
+    rounds. Every process generates all completions. A subclass can override `judged` to score the completions.
 
     Attributes:
       updates: the number of updates in a round; a run ends and is saved only between rounds.
@@ -78,7 +79,7 @@ class Rounds:
     def __init__(self, run: Run, dataset: PromptDataset, start: Start, run_dir: RunDir | None, say: Say):
         """
         Args:
-          run_dir: receives all completions; None if nothing may be written.
+          run_dir: the folder to which all completions are written; None if nothing may be written.
           say: gets progress messages.
 
         Raises:
@@ -198,7 +199,10 @@ class Rounds:
         samples: int,
         name: str,
     ) -> list[Rollout] | None:
-        """Returns `samples` completions of each prompt under `variables`, (params, rest); None if interrupted."""
+        """Returns `samples` completions of each prompt; None if interrupted.
+
+        `variables`: the model's parameters and its other variables.
+        """
         run, stop = self._run, self._dataset.stop
         scheduler = Scheduler(self._engine, self._engine.hold(*variables), fill=True)
         limit = completion_limit(run.config)
@@ -281,7 +285,7 @@ def engine_of(run: Run, sequences: int) -> Engine:
     """Returns the engine that generates with the parameters of `run`, on its mesh.
 
     Raises:
-      UserError: the model cannot generate text, or not on this mesh.
+      UserError: the model cannot generate text, or cannot do so on this mesh.
     """
     config, at_once = run.config, run.config.rollout_micro_batch_size
     slots = sequences if at_once < 0 else min(sequences, at_once)
@@ -294,7 +298,7 @@ def of_rollouts(share: float, number: int) -> bool:
 
 
 def of_data(config: Config, prompt: Prompt) -> Rollout:
-    """Returns a prompt with its completion from the data, truncated at the completion limit."""
+    """Returns a prompt with the data's completion, which is truncated to fit into a row and the completion limit."""
     room = config.max_target_length - len(prompt.tokens) + 1
     tokens = prompt.completion[: min(room, completion_limit(config) or room)]
     unsampled = np.zeros(len(tokens), np.float32)

@@ -1,1 +1,1 @@
-"""The machine: processes, devices, signals, locks, storage. Import its modules individually."""
+"""Code that depends on the machine: processes, devices, signals, locks, storage. Import its modules individually."""

@@ -1,7 +1,8 @@
-"""Agreement between the processes of a run. All processes must make the same calls in the same order.
+"""Agreement between the processes of a run.
 
-Each call except `gather_later` waits for all processes, so do not call these functions in the training loop. Call them
-only in the main thread. In a single-process run, nothing is exchanged.
+`is_first` and `lost_process` do not communicate. All processes must call the other functions in the same order, and
+only in the main thread. Do not call these other functions in the training loop, because they wait for all processes;
+`gather_later` is an exception. In a single-process run, nothing is exchanged.
 """
 
 import json
@@ -74,7 +75,7 @@ def agreed(fn: Callable[[], T]) -> T:
 
 
 def check_same(values: Callable[[], Mapping[str, str]]) -> None:
-    """Compares the texts that `values()` returns, by name, between all processes.
+    """Checks that `values()` returns the same texts by name in all processes.
 
     Raises:
       UserError: a text differs between processes. The message lists the differing lines, processes and hosts.
@@ -124,8 +125,8 @@ def gather(text: str) -> list[str]:
 def gather_later(numbers: Sequence[float]) -> Callable[[], Any]:
     """Starts to gather numbers, equally many from each process. Returns a function that returns the result.
 
-    The result is an array [processes, numbers]. This call does not wait, because the devices gather the numbers after
-    work that is already dispatched. Call the returned function after a later step; it waits for the result.
+    The result is an array [processes, numbers]. This call does not wait: the devices gather the numbers after the work
+    that is already dispatched. Call the returned function after a later step; it waits for the result.
     """
     import jax
     import numpy as np
@@ -147,7 +148,7 @@ def _same(x: Any) -> Any:
 def lost_process(error: BaseException | None) -> bool:
     """Returns whether `error`, or one of its causes, means that another process of this run ended or does not respond.
 
-    JAX and Orbax raise errors of several types in this case, so it is recognized by the errors' texts.
+    JAX and Orbax raise errors of several types in this case, so the texts of the errors are searched.
     """
     seen: list[BaseException] = []  # a chain of errors may be circular
     while error is not None and error not in seen and _count() > 1:

@@ -24,8 +24,8 @@ FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds between attempts; doubled after 
 _PASSING = (408, 412, 425, 429, 500, 502, 503, 504)  # HTTP statuses after which a retry may succeed
 # Names of connection errors in aiohttp, httpx, botocore and google.auth that are not subclasses of OSError.
 _BROKEN = {"ClientConnectionError", "ClientPayloadError", "TransportError", "HTTPClientError", "ConnectionError"}
-_OFFLINE, _OURS = "HF_HUB_OFFLINE", "TRAINER_TURNED_HUB_OFF"  # environment variables, inherited by child processes
-COPY = "copy the file to this machine"  # the end of messages
+_OFFLINE, _OURS = "HF_HUB_OFFLINE", "TRAINER_TURNED_HUB_OFF"  # environment variables; child processes inherit them
+COPY = "copy the file to this machine"  # advice at the end of several messages
 
 
 def is_http(url: str) -> bool:
@@ -36,7 +36,8 @@ def is_http(url: str) -> bool:
 def system_of(url: str) -> tuple[Any, str]:
     """Returns the file system of a URL, and the path in that file system.
 
-    Raises UserError if the URL is invalid, a package is missing, or HF_HUB_OFFLINE forbids requests to the hub.
+    Raises UserError if the URL is invalid, a package is missing, or HF_HUB_OFFLINE forbids requests to the Hugging Face
+    hub.
     """
     if problem := url_problem(url):
         raise UserError(f"{shortened(url)}: {problem}")
@@ -65,7 +66,7 @@ def turn_hub_off() -> None:
 
 @functools.cache
 def _opened(scheme: str) -> Any:
-    """Returns the file system, one for all threads. fsspec would create one per thread, each with new connections."""
+    """Returns a scheme's file system, shared by all threads. fsspec would give each thread its own connections."""
     import fsspec
 
     if scheme != "http":
@@ -142,7 +143,7 @@ def patiently(url: str, call: Callable[[], T]) -> T:
 
 
 def _reason(error: BaseException) -> tuple[str, bool]:
-    """Returns why a request failed, as words to put after the URL, and whether another attempt may succeed."""
+    """Returns why a request failed, as a phrase for a message, and whether another attempt may succeed."""
     if isinstance(error, FileNotFoundError) and error.__cause__ is not None:
         return _reason(error.__cause__)  # fsspec turns every look-up error into FileNotFoundError
     status = status_of(error)
@@ -171,7 +172,7 @@ def status_of(error: BaseException) -> int | None:
     found = getattr(error, "status", None) or getattr(answer, "status_code", None) or getattr(error, "code", None)
     if isinstance(found, int | str) and str(found).isdecimal():
         return int(found)
-    # s3fs replaces botocore's errors with OSErrors.
+    # s3fs replaces botocore's errors with OSErrors and keeps them as causes.
     return status_of(error.__cause__) if isinstance(error, OSError) and error.__cause__ is not None else None
 
 

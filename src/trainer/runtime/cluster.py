@@ -29,8 +29,9 @@ class Cluster(NamedTuple):
 def find_cluster(config: Config, environ: Mapping[str, str]) -> Cluster | None:
     """Returns the cluster to which this process belongs; None for a single process.
 
-    Imports no packages and sends no requests. Checks these sources and uses the first that applies:
-    skip_jax_distributed_system, the keys, MaxText's variables, Slurm, MPI, TPU, Kubernetes.
+    Imports no packages and sends no requests. With skip_jax_distributed_system=true, the result is None. Otherwise, it
+    comes from the first of these sources that is present: the key coordinator_address, MaxText's environment variables,
+    Slurm, MPI, a TPU slice, Kubernetes.
 
     Raises:
       UserError: variables are missing or not numbers, or the package for Kubernetes is missing.
@@ -40,7 +41,8 @@ def find_cluster(config: Config, environ: Mapping[str, str]) -> Cluster | None:
     if config.coordinator_address:
         where = config.coordinator_address, config.num_processes, config.process_id
         return Cluster("coordinator_address", "deactivate", *where)
-    # On a Slurm cluster, mpirun starts its ranks within a Slurm step, and the ranks inherit the step's variables.
+    # On a Slurm cluster, mpirun starts its ranks within a Slurm step, and the ranks inherit the step's variables,
+    # so MPI comes first.
     under_mpirun = (_mpi, _slurm) if environ.get("OMPI_COMM_WORLD_SIZE") else (_slurm, _mpi)
     finders = (_maxtext_gpu, _maxtext_cpu, *under_mpirun, _tpu, _kubernetes)
     return next((cluster for find in finders if (cluster := find(environ))), None)
@@ -63,7 +65,7 @@ def _maxtext_cpu(environ: Mapping[str, str]) -> Cluster | None:
 
 
 def _slurm(environ: Mapping[str, str]) -> Cluster | None:
-    # The shell of a batch script has no SLURM_STEP_NODELIST. Only processes started by srun have peers.
+    # Only processes started by srun have peers. The shell of a batch script has none; it lacks SLURM_STEP_NODELIST.
     if not all(environ.get(name) for name in _SLURM) or _numbers(environ, ["SLURM_NTASKS"], "Slurm") == [1]:
         return None
     return Cluster("Slurm", "slurm")

@@ -53,7 +53,7 @@ class Copies:
                     with part.open("wb") as copy:
                         for block in file.blocks(0, file.size):
                             copy.write(block)
-                    os.utime(part, ns=(time.time_ns(), 0))  # mtime 0: `datasets` compares it
+                    os.utime(part, ns=(time.time_ns(), 0))  # a constant mtime: the package `datasets` compares it
                     part.replace(path)
                 finally:
                     part.unlink(missing_ok=True)
@@ -75,7 +75,7 @@ class Copies:
             )
 
     def _make_room(self, file: "RemoteFile") -> None:
-        """Removes the least recently used copies until `file` fits. The caller has the lock."""
+        """Removes the least recently used copies until `file` fits. The caller holds the lock."""
         (self.folder / ".part").unlink(missing_ok=True)  # left by a killed process
         sizes = {path: path.stat() for path in self.folder.glob("*/*")}
         total = sum(stat.st_size for stat in sizes.values())
@@ -88,7 +88,7 @@ class Copies:
                 except BlockingIOError:
                     continue  # another process is reading it
                 path.unlink()
-            with contextlib.suppress(OSError):  # on NFS, an unlinked file remains while it is open elsewhere
+            with contextlib.suppress(OSError):  # on NFS, an unlinked file stays in its folder while it is open
                 path.parent.rmdir()
             total -= sizes[path].st_size
         if total + file.size > self.most:
@@ -116,6 +116,6 @@ def _opened(path: Path, size: int) -> io.FileIO | None:
     if not stat.st_nlink or stat.st_size != size:
         copy.close()
         return None
-    with contextlib.suppress(OSError):  # the file of another user
+    with contextlib.suppress(OSError):  # fails for another user's file
         os.utime(path, ns=(time.time_ns(), stat.st_mtime_ns))
     return copy

@@ -17,7 +17,7 @@ from trainer.runtime.agreement import AgreedError, agreed, lost_process
 from trainer.runtime.cluster import Cluster, find_cluster
 from trainer.runtime.platforms import add_threads_for_simulated_devices, leave_out_absent_tpu
 
-_LATER = 60  # seconds added to JAX's timeout, because this module must time out first: JAX would abort
+_LATER = 60  # seconds added to JAX's timeout, because this module must time out first: JAX would abort the process
 _TELLING = "jax_distributed_initialization_timeout=60"  # for a process that connects only to report its error
 _REMEDY = (
     ": look for an error in the output of each process, start all processes, and check that they can reach the address "
@@ -62,7 +62,7 @@ def told_to_others(words: Sequence[str]) -> Iterator[None]:
     """A context for reading the command line `words`. A UserError in one of several processes ends all of them.
 
     The failed process reports the error and connects to the others nevertheless, so that their first call of `agreed`
-    raises its error. That call must be their first use of the module `agreement`.
+    raises the same error. That call must be their first use of the module `agreement`.
     """
     try:
         yield
@@ -75,7 +75,7 @@ def told_to_others(words: Sequence[str]) -> Iterator[None]:
         if cluster is None:
             raise
         try:
-            _raise(error)  # now, because the other processes may not have started
+            _raise(error)  # before connecting, because the other processes may not have started
         except SystemExit as end:
             leave_out_absent_tpu()
             add_threads_for_simulated_devices()
@@ -106,7 +106,7 @@ def _join(cluster: Cluster, config: Config) -> None:
             heartbeat_timeout_seconds=config.jax_distributed_heartbeat_timeout_seconds,
             shutdown_timeout_seconds=config.jax_distributed_heartbeat_timeout_seconds,
         )
-    except (ValueError, RuntimeError) as error:  # includes JaxRuntimeError
+    except (ValueError, RuntimeError) as error:  # JaxRuntimeError is a RuntimeError
         reason = str(error).partition("\n")[0]
         raise UserError(f"{where} could not connect to each other ({reason}){_REMEDY}") from error
     finally:

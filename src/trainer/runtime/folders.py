@@ -105,17 +105,17 @@ def not_through_a_link(path: str, flags: int) -> int:
 
 
 def unfinished(folder: Any) -> list[Any]:
-    """Returns the temporary files in a folder whose writers were killed in `replace_file`.
+    """Returns the temporary files that killed calls of `replace_file` left in a folder.
 
     Leaves out files of processes that still run on this machine. Call it only while no other machine writes to the
-    folder, because its processes cannot be checked.
+    folder, because processes on another machine cannot be checked.
     """
     found = [(path, _UNFINISHED.fullmatch(path.name)) for path in entries(folder)]
     return [path for path, name in found if name and not path.is_dir() and not lives(int(name[1]))]
 
 
 def lives(number: int) -> bool:
-    """Returns whether another process with this id runs on this machine."""
+    """Returns whether `number` is the id of a process on this machine other than this process."""
     try:
         os.kill(number, 0)
     except (ProcessLookupError, OverflowError):
@@ -137,7 +137,7 @@ def replace_file(path: Path, data: str | bytes) -> None:
     temporary = path.with_name(f"{path.name[:60]}.{os.getpid()}.tmp")
     temporary.unlink(missing_ok=True)  # left by a killed process with the same id
     try:
-        with temporary.open("xb") as file:  # x: not through a link
+        with temporary.open("xb") as file:  # mode x does not follow a link
             file.write(data.encode() if isinstance(data, str) else data)
             file.flush()
             os.fsync(file.fileno())

@@ -1,6 +1,6 @@
 """The lease of a run: a file in the run's folder that tells all machines which process owns the run.
 
-On one machine, a file lock suffices (module `lock`): the system releases it when its process ends. But buckets have no
+On one machine, a file lock suffices (module `lock`): the system releases it when the owner ends. But buckets have no
 locks, and the locks of many network file systems do not reach other machines. So the owner also writes its identity and
 a counter to the lease file, and renews the lease by incrementing the counter.
 
@@ -9,10 +9,11 @@ not change for `_LOST` seconds on the polling process's clock, that process take
 time would need no polling, but it may come from another machine's clock or from a cache. Two kinds of leases are taken
 immediately: one from an earlier start of the same job, and one whose owner ran on this machine and has ended.
 
-No conditional write is available in both folders and buckets, so the last writer owns the run. Each owner rereads the
-file before it first writes to the folder, at each renewal, every log_period updates, before each checkpoint and just
-before its commit. It ends if the file names another process. Two owners can write at the same time only if one of them
-pauses between reading and writing, and at most until one update after its next renewal.
+No conditional write is available in both folders and buckets, so the last process that writes the lease file owns the
+run. The owner rereads the file before it first writes to the folder, at each renewal, every log_period updates, before
+each checkpoint and just before the checkpoint's commit. If the file names another process, the rereading process ends.
+Two processes can act as owners at the same time only if one of them pauses between reading and writing, and at most
+until one update after the next renewal by the process that has lost the run.
 """
 
 import contextlib
@@ -105,7 +106,7 @@ class Lease:
 
 
 def take(folder: Any, lock: IO[bytes], say: Callable[[str], None]) -> Lease | None:
-    """Takes the lease of the run in `folder`. Returns None if its owner is alive, which may take up to 60 s to detect.
+    """Takes the lease of the run in `folder`; returns None if its owner is alive. May wait up to 60 s to detect this.
 
     Args:
       lock: the folder's lock, held by this process. It is released with the lease, or immediately if None is returned.
@@ -133,7 +134,7 @@ def is_held(folder: Any, say: Callable[[str], None]) -> bool:
     found = _found(file)
     if not found or (me["job"] and me["job"] == found.get("job") and me["start"] > found.get("start", 0)):
         return False
-    pid = found.get("pid")  # equal to ours: an earlier process in a restarted container
+    pid = found.get("pid")  # if equal to ours, the owner was an earlier process in a restarted container
     if found.get("place") == me["place"] and isinstance(pid, int) and (pid == me["pid"] or not lives(pid)):
         return False
     say(f"{folder} belongs to {_said(found)}; waiting up to {_LOST:.0f} s to see whether it still runs")
@@ -145,7 +146,7 @@ def is_held(folder: Any, say: Callable[[str], None]) -> bool:
             if now and now != found:
                 return True
             missing = 0 if now else missing + 1
-            if missing > 1:  # a single miss may fall between two writes
+            if missing > 1:  # a rewrite of the file may make it disappear for a moment
                 return False
     say(f"it has not renewed its lease for {_LOST:.0f} s: this process takes it over")
     return False
@@ -178,7 +179,7 @@ def _place() -> str:
 
 
 def _job(environ: Mapping[str, str]) -> tuple[str, int]:
-    """Returns the name of the job, which a launch and its restarts share, and the number of earlier starts.
+    """Returns the name of the job, equal for a launch and its restarts, and the number of earlier starts of the job.
 
     Returns ("", 0) if the environment names no job.
     """

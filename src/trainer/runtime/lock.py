@@ -1,4 +1,4 @@
-"""File locks, by which a single process locks a folder."""
+"""File locks. Only one process at a time can lock a folder."""
 
 import fcntl
 from pathlib import Path
@@ -18,7 +18,7 @@ def lock_file(path: Path, *, wait: bool = False) -> IO[bytes] | None:
     """Locks the file for this process, until the returned file is closed or the process ends.
 
     If another live process holds the lock, returns None or, with `wait`, waits for that process. The lock file is never
-    deleted, because two processes could then lock different files of the same name.
+    deleted: otherwise, two processes could lock different files of the same name.
     """
     file = appended(path)
     try:

@@ -11,7 +11,7 @@ from trainer.config.errors import UserError
 
 
 def share_of_rows(sharding: NamedSharding, rows: int) -> dict[str, int]:
-    """Returns which part of each batch of `rows` rows this process loads, as keyword arguments for the data package.
+    """Returns which part of each batch of `rows` rows this process loads, as keyword arguments for data streams.
 
     Processes whose devices need the same rows, for example in one tensor-parallel group, load the same part.
 
@@ -20,8 +20,8 @@ def share_of_rows(sharding: NamedSharding, rows: int) -> dict[str, int]:
 
     Returns:
       process_index and process_count: the index of this process's part, and the number of equally large parts. The rows
-      of a part need not be contiguous in the batch, because the mesh follows the physical network. The batch field
-      `row` contains each row's index.
+      of a part need not be contiguous in the batch, because the mesh orders the devices by the physical network. The
+      batch field `row` contains each row's index.
 
     Raises:
       UserError: the parts that the mesh assigns to processes overlap or differ in size.
@@ -44,7 +44,7 @@ def share_of_rows(sharding: NamedSharding, rows: int) -> dict[str, int]:
 def place(
     batch: Mapping[str, np.ndarray], shardings: Mapping[str, NamedSharding], rows: int | None = None
 ) -> dict[str, jax.Array]:
-    """Transfers the arrays of a batch that are named in `shardings` to the devices.
+    """Transfers to the devices the arrays of a batch that `shardings` names.
 
     Args:
       batch: the rows of this process, see `share_of_rows`.

@@ -1,4 +1,4 @@
-"""Environment variables that JAX and libtpu read when they are loaded. Set them before anything imports JAX."""
+"""Sets environment variables that JAX and libtpu read when they are loaded. Use this module before importing JAX."""
 
 import importlib.util
 import os
@@ -75,7 +75,7 @@ def add_threads_for_simulated_devices() -> None:
     A device that waits in a collective blocks a thread, and on a small machine XLA has one thread per device. XLA may
     run a collective in a branch of a conditional at the same time as one outside of the branch. One device can then
     block two threads, so that another device, for which both collectives wait, gets no thread. XLA reads the number of
-    threads from NPROC; this function does not override it. See docs/decisions/0019-threads.md.
+    threads from the environment variable NPROC; a value set by the user is kept. See docs/decisions/0019-threads.md.
     """
     if counts := _SIMULATED.findall(os.environ.get("XLA_FLAGS", "")):
         os.environ.setdefault("NPROC", str(max(_THREADS_PER_DEVICE * int(counts[-1]), os.cpu_count() or 1)))

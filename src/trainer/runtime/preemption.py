@@ -47,9 +47,10 @@ class Preemption:
         All processes get the same result. The call is cheap.
 
         JAX chooses a sync point: one more than the largest step number with which any process has called
-        `reached_preemption_sync_point`. Only the call with exactly this number returns True. Orbax also calls it when
-        it saves, with `updates`, so `updates + 1` is always the next number. The first call of `check` passes all
-        numbers from 1, because a signal that arrived while a resumed run started has the sync point 1.
+        `reached_preemption_sync_point`. Only the call with exactly this number returns True. Orbax also calls this
+        function when it saves, with the number `updates`, so during training the sync point is `updates + 1`. The
+        first call of `check` passes all numbers from 1, because a signal that arrived while a resumed run started has
+        the sync point 1.
         """
         if not self._alone and not self.requested:
             from jax.experimental.multihost_utils import reached_preemption_sync_point
@@ -128,7 +129,7 @@ def _exit_at_signal(received: int, taken: list[signal.Signals], text: str) -> No
             try:
                 print(f"{NAMES[signal.Signals(number[0])]}: {text}", flush=True)
             finally:  # even if the output is a closed pipe
-                if number[0] == signal.SIGINT:  # by the default action, so that a shell loop around it also ends
-                    ctypes.CDLL(None).signal(signal.SIGINT, None)  # Python's function works only in the main thread
+                if number[0] == signal.SIGINT:  # by the default action, so that a shell loop also ends
+                    ctypes.CDLL(None).signal(signal.SIGINT, None)  # `signal.signal` works only in the main thread
                     os.kill(os.getpid(), signal.SIGINT)
                 os._exit(exit_code(number[0]))

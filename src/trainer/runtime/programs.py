@@ -1,6 +1,6 @@
 """Prevents loading compiled programs for several CPU devices (docs/decisions/0033-loaded-programs.md).
 
-XLA may mix up the data of the devices in a program that it has loaded from a file instead of compiled.
+XLA may mix up the data of the devices in a program that it has loaded from a file instead of compiling it.
 """
 
 import sys
@@ -13,7 +13,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 def compile_anew(devices: Sequence[jax.Device]) -> None:
     """Disables a configured JAX compilation cache, with a message, if `devices` are several CPU devices."""
-    enabled, folder = "jax_enable_compilation_cache", "jax_compilation_cache_dir"  # missing in the stubs
+    enabled, folder = "jax_enable_compilation_cache", "jax_compilation_cache_dir"  # missing in JAX's type stubs
     used = getattr(jax.config, enabled) and getattr(jax.config, folder)
     if not used or len(devices) == 1 or devices[0].platform != "cpu":
         return

@@ -27,15 +27,15 @@ T = TypeVar("T")
 _FIRST, _BLOCK = 1 << 18, 1 << 22  # bytes of the first and of the largest block; sizes double from block to block
 _BUFFER = 1 << 16  # size of the buffer that `io.BufferedReader` fills
 _TOGETHER = 16  # files that are looked up concurrently
-# Names in different file systems of properties that change with a file's content, the best first. Values of _CONTENTS
-# are equal only for equal contents; values of _TIMES may be equal for different contents.
+# Properties that change with a file's content, under their names in different file systems, the most reliable first.
+# Values of _CONTENTS are equal only for equal contents; values of _TIMES may be equal for different contents.
 _CONTENTS = ("md5Hash", "Content-MD5", "generation", "blob_id", "ETag", "etag")
 _TIMES = ("Last-Modified", "LastModified", "updated", "mtime", "created")
 
 
 @dataclass(frozen=True, order=True)
 class RemoteFile:
-    """A remote file in a fixed version. Reading raises UserError if the file has changed since it was looked up.
+    """One version of a remote file. Reading raises UserError if the file has changed since it was looked up.
 
     Attributes:
       url: the address of the file.
@@ -98,7 +98,7 @@ class RemoteFile:
             return file.read(self.size)
 
     def copied(self) -> io.FileIO:
-        """Opens a local copy of the file, and creates it first if necessary. It is not removed while it is open."""
+        """Opens a local copy of the file, and creates it first if necessary. An open copy is not removed."""
         return self.copies.open(self)
 
     def blocks(self, start: int, stop: int) -> Iterator[bytes]:
@@ -143,7 +143,7 @@ class RemoteFile:
             except Exception as error:
                 if status_of(error) in (412, 416):
                     self.check()
-                    options.pop("headers", None)  # the file is unchanged: the server compares ETags differently
+                    options.pop("headers", None)  # the file is unchanged, so the server compares ETags differently
                 raise
             if len(data) < stop - start:
                 self.check()
@@ -154,7 +154,7 @@ class RemoteFile:
 
 
 class _Reader(io.RawIOBase):
-    """A raw stream that reads a `RemoteFile`; see `RemoteFile.open`. `stop`: None for reads without read-ahead."""
+    """A raw stream over a `RemoteFile`; see `RemoteFile.open`. `stop`: the end of read-ahead; None: no read-ahead."""
 
     def __init__(self, file: RemoteFile, stop: int | None):
         self._file, self._stop, self._at = file, stop, 0
@@ -224,7 +224,7 @@ def data_files(pattern: str, copies: Copies) -> list[Any]:
     urls = _matching(pattern)
     with ThreadPoolExecutor(_TOGETHER) as pool:
         found = pool.map(lambda url: _of_info(url, urls[url], copies) or _found(url, copies), urls)
-        return sorted(found, key=lambda file: file.url.split("/"))  # the order of paths
+        return sorted(found, key=lambda file: file.url.split("/"))  # as paths are sorted
 
 
 def _matching(pattern: str) -> dict[str, Mapping[str, Any]]:
@@ -299,10 +299,10 @@ def _found(url: str, copies: Copies) -> RemoteFile:
 
 
 def _of_info(url: str, info: Mapping[str, Any], copies: Copies, marked: bool = True) -> RemoteFile | None:
-    """Returns the file that `info` describes; None if it has no size.
+    """Returns the file that `info` describes; None if `info` contains no size.
 
-    With `marked`, also returns None if it has only time marks, because times in listings and in look-ups have different
-    formats.
+    With `marked`, also returns None if `info` contains no property of _CONTENTS: the times are not used, because their
+    formats in listings and in look-ups differ.
     """
     marks = {name: str(info[name]) for name in (*_CONTENTS, *_TIMES) if info.get(name)}
     unmarked = marked and marks.keys().isdisjoint(_CONTENTS)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-_PR_SET_PDEATHSIG = 1  # prctl of Linux
+_PR_SET_PDEATHSIG = 1  # an option of Linux's prctl
 
 
 @contextlib.contextmanager
@@ -34,7 +34,7 @@ def die_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     else:
         threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-    if os.getppid() != parent:  # it has died already
+    if os.getppid() != parent:  # the parent has already died
         os.kill(os.getpid(), signal.SIGKILL)
 
 

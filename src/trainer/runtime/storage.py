@@ -44,7 +44,7 @@ def is_remote(path: Any) -> bool:
 
 
 def absolute(path: Any) -> Any:
-    """Returns the absolute path; paths in a bucket are absolute."""
+    """Returns the absolute path. A path in a bucket is already absolute."""
     return path if is_remote(path) else path.absolute()
 
 
@@ -115,5 +115,5 @@ def user_cache() -> Path:
 
 
 def mirror(path: Any) -> Path:
-    """Returns the local folder for files that are then copied to `path`, a folder in a bucket."""
+    """Returns the local folder for files that are later copied to `path`, a folder in a bucket."""
     return user_cache() / "buckets" / os.fspath(path).replace("://", "/")

@@ -28,19 +28,20 @@ HANG = 75  # the exit code after a hang: EX_TEMPFAIL in sysexits.h
 # hang_timeout_seconds.
 LONG = ("start", "restore", "compilation", "evaluation", "rollouts", "end")
 START, RESTORE, COMPILATION, EVALUATION, ROLLOUTS, END = LONG
-# An environment variable: the file descriptors of the pipe and of the file for stacks, and the supervisor's process id.
+# The child's environment variable with the file descriptors of the pipe and of the file for stacks, and with the
+# supervisor's process id.
 _VARIABLE = "TRAINER_SUPERVISED"
 _STACKS_SIGNAL = signal.SIGUSR2
 _SECONDS_FOR_STACKS, _SECONDS_TO_END, _POLL = 5.0, 20.0, 0.5
 _NO_STACKS = "the process does not answer: it is stopped, or blocked in the kernel"
-_KEPT = 64 * 1024  # the last bytes of the child's stderr that are kept for the report
+_KEPT = 64 * 1024  # bytes from the end of the child's stderr that are kept for the report
 
 
 def pulse() -> Callable[[str, str], None] | None:
     """Returns a function (keyword, text) that reports to the supervisor; None if this process is not supervised.
 
-    From this call on, the process dies with its supervisor, and writes the stacks of its threads on request. Call it
-    once, early.
+    From this call on, the process dies with its supervisor, and writes the stacks of its threads when it gets
+    `_STACKS_SIGNAL`. Call this function once, early.
     """
     if (files := os.environ.pop(_VARIABLE, None)) is None:
         return None
@@ -50,7 +51,7 @@ def pulse() -> Callable[[str, str], None] | None:
     os.set_blocking(lines, False)
 
     def tell(word: str, text: str) -> None:
-        with contextlib.suppress(OSError):  # the supervisor is slow or gone
+        with contextlib.suppress(OSError):  # the supervisor reads slowly or has ended
             os.write(lines, f"{word} {text}\n".encode())
 
     return tell

@@ -11,7 +11,7 @@ from pathlib import Path
 import trainer
 from trainer.config.words import visible
 
-# The packages that create a step's program, and the package that compiles it.
+# The packages that create a step's program, and jaxlib, which compiles it.
 PACKAGES = ("jax", "jaxlib", "flax", "optax")
 
 
@@ -22,7 +22,7 @@ def installed() -> Mapping[str, str]:
 
 
 def other_versions(before: Mapping[str, str]) -> str:
-    """Returns a warning if the installed versions differ from `before`, the versions of a checkpoint; otherwise ""."""
+    """Returns a warning if installed versions differ from those of a checkpoint (`before`); otherwise ""."""
     now = installed()
     changed = [name for name in now if name in before and before[name] != now[name]]
     changes = ", ".join(f"{name} {visible(before[name], keep='')} -> {now[name]}" for name in changed)

@@ -1,5 +1,5 @@
 """An HTTP API over the scheduler, compatible with clients of OpenAI's API.
 
-`app` receives a request (routes, limits, tokens), `queries` reads its JSON, and `front` submits it to the scheduler's
-thread and passes events to `answers`, which converts tokens to text (`texts`) and JSON.
+`app` receives a request and checks its size and access token, `queries` parses its JSON, and `front` submits it to the
+scheduler's thread. `texts` converts generated tokens to text, and `answers` builds the JSON of the response.
 """

@@ -26,7 +26,7 @@ def is_local(host: str) -> bool:
 
 
 def read_tokens(path: str, host: str) -> list[str]:
-    """Returns the tokens in the file `path`, one per line, or the token in the environment.
+    """Returns the tokens in the file `path`, one per line; if `path` is empty, those in TRAINER_SERVE_TOKEN.
 
     Raises:
       UserError: the file cannot be read or is empty, a token is invalid, or there is no token but other machines can
@@ -66,8 +66,8 @@ class Access:
           authorization, host: the request's headers of these names.
 
         Raises:
-          ApiError: 401 without a valid token; 403 if the server has no tokens and `host` is not local, because a web
-            page may then have sent the request (DNS rebinding).
+          ApiError: 401 without a valid token; 403 if the server has no tokens and `host` is not local: a web page may
+            have sent such a request (DNS rebinding).
         """
         if not self._digests:
             name = re.sub(r":\d*$", "", host or "").strip("[]")

@@ -16,7 +16,7 @@ class Answer:
     """Builds the JSON of the response to a request."""
 
     def __init__(self, generation: Generation, model: str, names: Names, prompts: Sequence[str]):
-        """`prompts`: the texts of the prompts, if the request set echo."""
+        """`prompts`: the texts of the prompts; empty unless the request set echo."""
         self._generation, self._query, self._names, self._prompts = generation, generation.query, names, prompts
         chat = self._query.chat
         self._head = {
@@ -41,7 +41,7 @@ class Answer:
         return self._of_kind("chat.completion.chunk", [choice]) | usage
 
     def last_chunk(self) -> dict[str, Any]:
-        """Returns the chunk with the usage. It ends a stream if the request asked for the usage."""
+        """Returns the chunk with the usage, which ends a stream if the request asked for it."""
         return self._of_kind("chat.completion.chunk", []) | {"usage": self._usage()}
 
     def whole(self, parts: Sequence[Delta]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 
 
 def application(front: Front, access: Access) -> ASGIApp:
-    """Returns the application for the requests that `front` accepts."""
+    """Returns the ASGI application, which checks requests with `access` and submits them to `front`."""
     routes = Routes(front, access)
     app = Starlette(
         routes=[
@@ -144,7 +144,7 @@ async def _error(request: Request, error: Exception) -> Response:
 
 
 def _counted(app: ASGIApp, front: Front) -> ASGIApp:
-    """Returns `app`, wrapped to count responses and to ignore clients that disconnect while they send."""
+    """Returns `app`, wrapped to count responses and to ignore the error of a client that disconnects too early."""
     known = ("/", "/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions")
 
     async def counting(scope: Scope, receive: Receive, send: Send) -> None:

@@ -71,7 +71,7 @@ class Delta(NamedTuple):
 
 
 class Generation:
-    """The choices of a request, in the order of the prompts: n for each prompt."""
+    """The choices of a request: `query.n` for each prompt, in the order of the prompts."""
 
     def __init__(self, front: "Front", query: Query, prompts: list[list[int]], received: float):
         self.query, self.prompts, self.received = query, prompts, received
@@ -126,7 +126,8 @@ class Front:
     """Accepts requests for `model`, in one event loop.
 
     Attributes:
-      state: STARTING until the programs are compiled, then READY. In DRAINING and FAILED, all requests are rejected.
+      state: STARTING until the programs are compiled, then READY; at the end, DRAINING or FAILED. Requests are
+        accepted only in READY.
     """
 
     def __init__(self, model: Model, metrics: Metrics, failed: Callable[[], None], say: Callable[[str], object]):
@@ -213,7 +214,10 @@ class Front:
         return generation
 
     def release(self, generation: Generation, numbers: Sequence[int]) -> None:
-        """Cancels the choices `numbers` that are still running, and removes the generation."""
+        """Cancels those choices that are still running, and removes the generation.
+
+        `numbers`: the scheduler's request numbers of the choices.
+        """
         for number in numbers:
             if self._running.pop(number, None):
                 self.service.cancel(number)

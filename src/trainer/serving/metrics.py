@@ -1,4 +1,4 @@
-"""The metrics at /metrics."""
+"""The server's Prometheus metrics, which clients read at the path /metrics."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 
 
 class Metrics:
-    """A server's metrics, in a separate Prometheus registry."""
+    """A server's metrics. Each instance has a separate Prometheus registry."""
 
     def __init__(self, scheduler: Scheduler):
         self._scheduler, self._registry = scheduler, prometheus.CollectorRegistry()

@@ -22,10 +22,10 @@ class Parameter(NamedTuple):
 
     Attributes:
       field: the valid values that have an effect; None if no value has an effect.
-      neutral: the other valid values, which have no effect, so that the parameter is treated as absent. Many clients
-        send them by default. If this is a Field, all of its values are neutral.
+      neutral: the other valid values. They have no effect: a parameter with one of these values is treated as absent.
+        Many clients send them by default. If `neutral` is a Field, it contains all values that the Field accepts.
 
-    A parameter with neither `field` nor `neutral` is checked elsewhere.
+    A parameter with neither `field` nor `neutral` is checked by a separate function.
     """
 
     field: Field | None = None
@@ -118,10 +118,13 @@ class Query:
     """A request.
 
     Attributes:
-      prompts: each is a text or a list of tokens; for a chat, the only prompt is its list of messages.
-      max_tokens: the requested limit, refused if it does not fit after the prompt; None: as many tokens as fit.
-      most: the default limit for requests without max_tokens, lowered if fewer tokens fit; None: no default limit.
-      likeliest: how many of the most likely tokens to return for each token; None: return no log-probabilities.
+      prompts: each is a text or a list of tokens. A chat has one prompt: the list of its messages.
+      max_tokens: the requested maximum number of generated tokens. The request is refused if they do not fit after the
+        prompt. None: the request sets no maximum, and `most` applies.
+      most: the default maximum for requests without max_tokens, lowered if fewer tokens fit; None: as many tokens as
+        fit.
+      likeliest: the number of most likely tokens that are returned, with their log-probabilities, for each position;
+        None: no log-probabilities are returned.
     """
 
     chat: bool
@@ -157,12 +160,12 @@ def read_json(body: bytes) -> dict[str, Any]:
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the entries of an object without null values, which count as absent."""
+    """Returns the non-null entries of a JSON object. An entry with the value null counts as absent."""
     return {name: value for name, value in values.items() if value is not None}
 
 
 def query(given: Mapping[str, Any], *, chat: bool, default: Sampling) -> Query:
-    """Returns the query of a request. `default`: the values of sampling parameters that the request does not set.
+    """Converts the JSON object of a request. `default`: the values of unset sampling parameters.
 
     Raises:
       ApiError: parameters are invalid or not supported; the message names them.
@@ -304,5 +307,5 @@ def _has_surrogate(value: Any) -> bool:
 
 
 def as_api_error(error: UserError) -> ApiError:
-    """Converts an error in a request that `query` accepted to an ApiError."""
+    """Returns the ApiError for an error in a request that passed the checks of `query`."""
     return ApiError(400, " ".join(str(error).split()))

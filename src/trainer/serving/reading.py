@@ -2,8 +2,8 @@
 
 A body of megabytes can take seconds to parse, render and encode, even if its prompt turns out to be too long. In a
 thread, this work would delay the event loop and every other request, because Python runs one thread at a time. Bodies
-of more than HUGE bytes have a separate process, so that smaller bodies, such as long conversations, do not wait for
-them.
+of more than HUGE bytes are read in a second process, so that other large bodies, such as long conversations, do not
+wait for them.
 """
 
 import asyncio
@@ -35,8 +35,8 @@ class Reader(NamedTuple):
       begin: the tokens to put before a prompt that is given as text.
       default: the values of sampling parameters that a request does not set.
       longest: the maximum number of tokens of a prompt.
-      room: the maximum number of tokens of a prompt and generated tokens together.
-      adapters: see `Model`.
+      room: the maximum number of tokens of a prompt plus the tokens generated for it.
+      adapters: the numbers of the base (0) and its adapters, by the names that requests use.
     """
 
     tokenizer: Tokenizer
@@ -63,7 +63,7 @@ class Reader(NamedTuple):
         return found, rows
 
     def adapter(self, name: str | None) -> tuple[str, int]:
-        """Returns `name` (default: the first model) and its number in `adapters`. Raises ApiError if it is unknown."""
+        """Returns `name` (default: the first model) and its number in `adapters`. Raises ApiError for unknown names."""
         name = next(iter(self.adapters)) if name is None else name
         if name not in self.adapters:
             there = ", ".join(self.adapters)
@@ -96,17 +96,17 @@ class OneAside:
     """A separate process that reads bodies one at a time. It is started when the first body arrives."""
 
     def __init__(self, reader: Reader, seconds: float, check: Callable[[], None]):
-        """`seconds`: the time limit for reading one body. `check`: called before each body; raises ApiError if
-        the server no longer reads bodies."""
+        """`seconds`: the time limit for reading one body. `check`: called before a body is read; raises
+        ApiError if the server no longer reads bodies."""
         self._reader, self._seconds, self._check = reader, seconds, check
         self._thread = ThreadPoolExecutor(1, "large requests")  # waits for the process
         self._waiting = 0
         self._process: Any = None
-        self._ours: Any = None  # a pipe to the process
+        self._ours: Any = None  # this end of the pipe to the process
 
     async def read(self, body: bytes, chat: bool) -> Read:
-        """See `Reader.read`. Also raises ApiError if too many bodies wait, or if reading takes too long, which also
-        ends the process."""
+        """See `Reader.read`. Also raises ApiError if too many bodies are waiting, if the process ends, or if reading
+        exceeds the time limit; the process is then killed."""
         if self._waiting >= _MOST_WAITING:
             raise unavailable(f"{_MOST_WAITING} large requests are already waiting to be read", 429)
         self._waiting += 1
@@ -160,7 +160,7 @@ class OneAside:
 
 
 def _serve(pipe: Any, reader: Reader) -> None:
-    """Reads bodies until the other end of the pipe is closed."""
+    """Reads bodies from the pipe and sends the results back, until the other end of the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C, the server ends this process
     pipe.send(None)  # reports that the process is ready
     with contextlib.suppress(EOFError, OSError):

@@ -1,4 +1,4 @@
-"""The server: its socket, timeouts of connections, signals, and shutdown."""
+"""The server: its socket, connection timeouts, signals, and shutdown."""
 
 import asyncio
 import contextlib
@@ -62,8 +62,8 @@ class Server:
         self._signals: list[int] = []
 
     def run(self, ready: Callable[[], object]) -> None:
-        """Serves until SIGTERM, Ctrl-C or `stop`, and then finishes accepted requests. Calls `ready` as soon as
-        requests are accepted. A second signal ends the server immediately.
+        """Serves until SIGTERM, Ctrl-C or `stop`. Then finishes the accepted requests, for at most drain_seconds. A
+        second signal ends the server immediately. `ready` is called as soon as the server accepts requests.
 
         Raises:
           UserError: another program listens at the address.
@@ -131,7 +131,7 @@ class Server:
 class _Inner(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        yield  # `Server` handles signals, so that the exit code after SIGTERM is 0
+        yield  # does not handle signals: `Server` handles them, so that the exit code after SIGTERM is 0
 
 
 def _protocol(seconds: float) -> type[H11Protocol]:

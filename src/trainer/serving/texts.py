@@ -1,4 +1,7 @@
-"""Converts a choice's tokens to text as they arrive, in complete characters and up to a stop string."""
+"""Converts the tokens of a choice (one generated answer) to text as they arrive.
+
+The text contains only complete characters, and ends before a stop string.
+"""
 
 import functools
 from collections.abc import Sequence
@@ -12,7 +15,7 @@ _REPLACEMENT = "\ufffd"
 
 
 class Token(NamedTuple):
-    """A token of a text. `start`: the index of its first character in the text of the choice."""
+    """A token of a text. `start`: the index of the token's first character in the text of the choice."""
 
     id: int
     log_prob: float | None
@@ -24,7 +27,7 @@ class Text:
     """The text of a choice.
 
     Attributes:
-      stopped: whether a stop string ended it.
+      stopped: whether a stop string ended the text.
       count: the number of generated tokens, including the token that ended the text.
     """
 
@@ -80,7 +83,8 @@ class Names:
         self.bytes_of = functools.lru_cache(1 << 16)(self._bytes_of)
 
     def text(self, token: int) -> str:
-        """Returns the text of a token, or its bytes if they do not form complete characters."""
+        """Returns the text of a token. If its bytes are not complete characters, returns "bytes:" and the bytes in
+        hexadecimal."""
         found = self.bytes_of(token)
         try:
             return found.decode()

@@ -1,4 +1,4 @@
-"""Sharding: the mesh, the rules from logical axis names to mesh axes, and the functions that layers use."""
+"""Sharding: the mesh, the rules that map logical axis names to mesh axes, and the functions that layers use."""
 
 from trainer.config.rules import make_rules
 from trainer.sharding.capability import compute_capability, hardware, memory_kinds, slice_count, slice_of

@@ -30,14 +30,15 @@ def slice_count(devices: Sequence[jax.Device]) -> int | None:
 def slice_of(device: Any) -> int | None:
     """Returns the index of a device's slice; None if the device has no slice, as on CPU.
 
-    Each GPU host is one slice. JAX reports its index for present GPUs, but 0 for all compile-only GPUs.
+    Each GPU host is one slice. JAX reports the slice index of present GPUs, but 0 for all compile-only GPUs, so for
+    compile-only GPUs the index of the process is used.
     """
     return device.process_index if _is_absent_gpu(device) else getattr(device, "slice_index", None)
 
 
 def memory_kinds(devices: Sequence[jax.Device]) -> list[str]:
-    """Returns the kinds of memory that each of `devices` can address. For compile-only GPUs, JAX lists
-    none, and the result is constant."""
+    """Returns the kinds of memory that each of `devices` can address. JAX lists no memories for compile-only GPUs, so a
+    constant list is returned for them."""
     if _is_absent_gpu(devices[0]):
         return ["device", "pinned_host"]
     return [memory.kind for memory in devices[0].addressable_memories()]
@@ -49,7 +50,7 @@ def _is_absent_gpu(device: Any) -> bool:
 
 
 def compute_capability(devices: Sequence[jax.Device]) -> tuple[int, int] | None:
-    """Returns the lowest CUDA compute capability of `devices`, such as (9, 0) for an H200; None if any has none."""
+    """Returns the lowest CUDA compute capability of `devices`, such as (9, 0) for an H200; None if one has none."""
     found = [re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", ""))) for device in devices]
     known = [(int(match[1]), int(match[2])) for match in found if match]
     return min(known) if len(known) == len(found) else None

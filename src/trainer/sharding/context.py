@@ -37,7 +37,7 @@ def on_mesh(mesh: Mesh, rules: Rules) -> Iterator[None]:
 
 @contextlib.contextmanager
 def off_mesh() -> Iterator[None]:
-    """A context in which traced code shards nothing, e.g. to initialize arrays that the mesh does not divide."""
+    """A context in which traced code shards nothing, e.g. to initialize arrays whose sizes the mesh does not divide."""
     with _traced_on(None):
         yield
 
@@ -128,11 +128,18 @@ def constrain(x: jax.Array, names: Sequence[str | None]) -> jax.Array:
 
 
 def for_product(x: jax.Array, rows: Sequence[str | None], names: Sequence[str | None]) -> jax.Array:
-    """Returns `x` [*rows, *axes], the input or the result of a matrix product, with `axes` sharded like the matrix
-    axes `names`, but not over mesh axes that shard rows, because the matrix is all-gathered over them.
+    """Returns `x`, the input or the result of a matrix product, with the axes after its row axes sharded like the
+    corresponding axes of the matrix.
 
-    Without this constraint, XLA in jaxlib 0.10.2 returns wrong rows if data, fsdp and tensor are all above 1 and there
-    are few tokens (docs/decisions/0021). libtpu is correct, so TPU programs are left unchanged.
+    Without this constraint, XLA in jaxlib 0.10.2 returns wrong rows if the mesh axes data, fsdp and tensor all have
+    sizes above 1 and there are few tokens (docs/decisions/0021). libtpu is correct, so on TPU `x` is returned
+    unchanged.
+
+    Args:
+      x: [*rows, *axes].
+      rows: the logical names of the row axes.
+      names: the logical names of the corresponding axes of the matrix. Mesh axes that shard rows are ignored in them,
+        because the matrix is all-gathered over these mesh axes.
     """
     current = current_mesh.get()
     if current is None or on_tpu() or jax.sharding.get_abstract_mesh().manual_axes:
@@ -180,9 +187,10 @@ def splits_rows() -> bool:
 
 
 def sharding_of(names: Sequence[str | None], shape: Sequence[int]) -> NamedSharding | None:
-    """Returns the sharding of an array of `shape` with axes called `names`; None outside of a mesh.
+    """Returns the sharding of an array of `shape` with logical axes `names`; None outside of `on_mesh`.
 
-    Inside `shard_mapped`, `shape` is the shape of one device's shard, and the sharding omits manual mesh axes.
+    Inside `shard_mapped`, `shape` is the shape of one device's shard, and the sharding omits manual mesh axes; the
+    result is None if a mesh axis of the rule MAPPED is manual.
     """
     current = current_mesh.get()
     if current is None:
@@ -219,8 +227,8 @@ def shard_mapped(
         `fn` assigns.
 
     Raises:
-      ValueError: at the call, if a Variable occurs twice in the arguments, or if a result or an assigned Variable may
-        differ between devices over which its names replicate it.
+      ValueError: when the returned function is called, if a Variable occurs twice in the arguments, or if a result or
+        an assigned Variable may differ between devices over which its names replicate it.
       UserError: a name has no rule.
     """
     current = current_mesh.get()

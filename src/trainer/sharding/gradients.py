@@ -13,14 +13,14 @@ from trainer.sharding.rules import without_fsdp
 
 
 def gathered_over_fsdp(x: jax.Array, names: Sequence[str | None]) -> jax.Array:
-    """Returns `x` sharded by `names`, but all-gathered over the mesh axes in `derived.FSDP`. Its gradient is sharded by
-    `names` over all mesh axes."""
+    """Returns `x` sharded by `names`, but all-gathered over the mesh axes in `config.derived.FSDP`. Its gradient is
+    sharded by `names` over all mesh axes, including these."""
     at = sharding_of(names, x.shape)
     return x if at is None else _resharded(jax.lax.with_sharding_constraint(x, at), without_fsdp(at), at)
 
 
 def with_gradient_over(x: jax.Array, names: Sequence[str | None]) -> jax.Array:
-    """Returns `x` unchanged. Its gradient is sharded by `names`, however `x` is sharded."""
+    """Returns `x` unchanged. Its gradient is sharded by `names`, regardless of how `x` is sharded."""
     at = sharding_of(names, x.shape)
     return x if at is None else _resharded(x, None, at)
 
@@ -48,13 +48,13 @@ def reduce_gradient_early(
     gathered: Sequence[str | None] | None = None,
     rows: Sequence[str | None] = (),
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns `x` and `matrix` for their product. In the backward pass, the weight gradient is reduced over devices
-    before the input gradient is used.
+    """Returns `x` and `matrix`, which the caller multiplies. In the backward pass, the gradient of `matrix` is reduced
+    over devices before the gradient of `x` is used.
 
-    Otherwise, for a matrix at the end of a model, the compiler stores the unreduced gradient throughout the backward
-    pass of all layers. On TPU, if a device has more rows than the matrix has inputs, the matrix is all-gathered before
-    the product: libtpu would otherwise compute the product in a ring, with two copies of the result, which is larger
-    than the matrix.
+    Without this function, the compiler stores the unreduced gradient of a matrix at the end of a model throughout the
+    backward pass of all layers. On TPU, if a device has more rows than the matrix has inputs, the matrix is
+    all-gathered before the product. Otherwise libtpu would compute the product in a ring, with two copies of the
+    result, and the result is larger than the matrix.
 
     Args:
       x: [*rows, *inputs]. Inside `shard_mapped`, where each device has separate gradients, `x` and `matrix` are

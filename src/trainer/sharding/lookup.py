@@ -24,14 +24,14 @@ def take(
     """Returns the rows `ids` (any shape, int, not negative) of `table` [rows, ...], sharded by `out_names`.
 
     The gradient of a row is summed over its occurrences in float32: a bfloat16 sum over the thousands of occurrences of
-    a frequent token would stop growing at 256 times one term. Differentiable in reverse mode only. Under `jax.vmap` the
-    mapped axis stays sharded only with `spmd_axis_name`.
+    a frequent token would stop growing at 256 times one term. The function is differentiable in reverse mode only.
+    Under `jax.vmap`, the mapped axis stays sharded only with `spmd_axis_name`.
 
     Args:
       dtype: the dtype of the result; None: the dtype of the table.
-      names: the logical names of the table's axes. They make the gradient's sum cheaper: on TPUs that replicate the
-        table, it needs the memory of one table instead of two (`_summed_by_device`); devices that store only some of
-        the table's columns sum only those columns (`_summed_by_columns`).
+      names: the logical names of the table's axes. If they are given, the gradient's sum is cheaper: on TPUs that
+        replicate the table, the sum needs the memory of one table instead of two (`_summed_by_device`), and devices
+        that store only some of the table's columns sum only those columns (`_summed_by_columns`).
     """
     dtype = table.dtype if dtype is None else dtype
     add = _sum
@@ -40,7 +40,7 @@ def take(
     elif names is not None and (at := _by_columns(names, out_names, ids.ndim)) is not None:
         add = functools.partial(_summed_by_columns, at=at)
     steps = [] if names is None else _steps(names, out_names, ids.ndim)
-    if steps:  # every device looks up all ids in its columns of the table
+    if steps:  # each device looks up ids in its columns of the table, so the columns' mesh axes must not shard the ids
         last = steps[-1]
         ids = jax.lax.with_sharding_constraint(ids, NamedSharding(last.mesh, PartitionSpec(*last.spec[: ids.ndim])))
     rows = _rows(table, ids, dtype, functools.partial(_in_steps, add, steps))
@@ -54,7 +54,8 @@ _Add = Callable[[Sequence[int], jax.Array, jax.Array], jax.Array]  # `_sum`, or 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _rows(table: jax.Array, ids: jax.Array, dtype: jnp.dtype, add: _Add) -> jax.Array:
-    # A cast after the lookup would also sum the gradient in float32, but devices would exchange float32 rows.
+    # With a cast after the lookup, the gradient would be summed in float32, too, but devices would exchange float32
+    # rows.
     return table.astype(dtype)[ids]
 
 
@@ -68,7 +69,8 @@ def _rows_backward(dtype: jnp.dtype, add: _Add, kept: Any, cotangent: jax.Array)
     # the sorted ids throughout that pass.
     ids, cotangent = jax.lax.optimization_barrier((ids, cotangent))
     gradient = add(table.shape, ids, cotangent)
-    # Without this barrier the compiler all-gathers the gradient of a tied head in order to add to it.
+    # If a head is tied to the table, the gradients of both are added. Without this barrier, the compiler all-gathers
+    # the head's gradient for this addition.
     return jax.lax.optimization_barrier(gradient).astype(table.dtype), None
 
 
@@ -82,7 +84,7 @@ def _sum(shape: Sequence[int], ids: jax.Array, rows: jax.Array, ordered: bool = 
 
 def _steps(names: Sequence[str | None], out_names: Sequence[str | None], ndim: int) -> list[NamedSharding]:
     """Returns a sequence of shardings of looked-up rows, from the ids' sharding to the sharding of the table's columns.
-    The sequence is empty unless the columns' mesh axes shard more than one axis of the ids, as with fsdp and context.
+    The sequence is empty unless the columns' mesh axes, such as fsdp and context, shard more than one axis of the ids.
 
     Each transition is one all-to-all. Without the sequence, the compiler all-gathers the rows of all ids.
     """
@@ -151,7 +153,8 @@ def _summed_by_device(
 def _by_columns(
     names: Sequence[str | None], out_names: Sequence[str | None], ndim: int
 ) -> tuple[NamedSharding, NamedSharding] | None:
-    """Returns shardings of ids and rows for `_summed_by_columns`; None unless the columns' mesh axes also shard ids."""
+    """Returns shardings of ids and rows for `_summed_by_columns`; None unless the ids are sharded over all mesh axes of
+    the columns and over at least one more."""
     current = current_mesh.get()
     if current is None or jax.sharding.get_abstract_mesh().manual_axes:
         return None
@@ -171,8 +174,8 @@ def _by_columns(
 def _summed_by_columns(
     shape: Sequence[int], ids: jax.Array, rows: jax.Array, *, at: tuple[NamedSharding, NamedSharding]
 ) -> jax.Array:
-    """Returns the same as `_sum`. The rows are resharded so that each device has more rows but only its columns. The
-    devices sum these, and all-reduce the sums over the mesh axes that do not shard columns. Otherwise the compiler
-    all-reduces the whole table on every device."""
+    """Returns the same as `_sum`. The rows are resharded so that each device has more rows but only its columns. Each
+    device sums its rows, and the sums are all-reduced over the mesh axes that do not shard columns. Without the
+    resharding, every device would all-reduce the whole table."""
     ids, rows = jax.tree.map(jax.lax.with_sharding_constraint, (ids, rows), at)
     return _sum(shape, ids, rows)

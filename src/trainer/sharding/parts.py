@@ -13,12 +13,12 @@ from trainer.sharding.context import shards
 from trainer.sharding.rules import Axes, Tiles
 
 # The logical axes that stack layers. They are the leading axes of a stack's parameters: only LAYERS without a pipeline,
-# all three in one.
+# all three names with a pipeline.
 REPEATS, STAGES, LAYERS = STACKED = ("circular_repeats", "stages", "layers")
 
 
 def leading(axes: Sequence[str | None]) -> int:
-    """Returns the number of leading axes that stack layers (STACKED): 0 outside of stacks, 1, or 3 in a pipeline."""
+    """Returns the number of leading axes that stack layers (STACKED): 3 in a pipeline, 1 in other stacks, else 0."""
     return len(axes) - len([*itertools.dropwhile(STACKED.__contains__, axes)])
 
 
@@ -59,8 +59,9 @@ def axes_of_parts(axes: Axes, parameter: Any, name: str = "a parameter") -> Any:
 
 def with_own_tiles(axes: Axes, parameter: Any, name: str = "a parameter") -> Any:
     """Returns the parameter with parts that `shard_mapped` can shard like the parameter: if a tile would span devices,
-    entries of the part are repeated for smaller tiles. `axes`: the parameter's axes in `shard_mapped`. Raises UserError
-    if the last tile of a sharded axis is shorter than the others."""
+    tiles are divided into smaller ones, and the entry of a tile is repeated for each of them. `axes`: the axes by which
+    `shard_mapped` shards the parameter. Raises UserError if the last tile of a sharded axis is shorter than the
+    others."""
     if jax.tree_util.all_leaves([parameter]):
         return parameter
     whole = _whole(axes, parameter)

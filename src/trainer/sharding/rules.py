@@ -16,8 +16,9 @@ class Axes(tuple[str | None, ...]):
 
 
 class Tiles(str):
-    """The name of an axis of a parameter, for an array with one entry for each tile of that axis. If the mesh does not
-    divide the number of tiles, the array is replicated over the mesh axes of the name."""
+    """The name of a parameter's axis, in an array that has one entry for each tile of that axis, such as the scales of
+    quantized weights. If the mesh does not divide the number of tiles, the array is replicated over the mesh axes of
+    the name."""
 
     __slots__ = ()
 
@@ -57,10 +58,11 @@ def named_sharding(
     rules: Rules,
     what: str = "an array",
 ) -> NamedSharding:
-    """Returns the sharding on `mesh` of an array of `shape` with logical axes `names`. `what` describes it in messages.
+    """Returns the sharding on `mesh` of an array of `shape` with logical axes `names`; `what`: see `spec`.
 
     Raises:
-      UserError: see `spec`; or the mesh axes of an axis do not divide its size, unless its name is a `Tiles`.
+      UserError: for the reasons in `spec`, or because the mesh axes of an axis whose name is not a `Tiles` do not
+        divide the size of this axis.
     """
     partition = spec(names, rules, what, shape)
     entries = []

@@ -1,4 +1,4 @@
-"""Trees with the structure of a train state: its logical axes and its shardings.
+"""Trees with the structure of a train state, such as its logical axes and its shardings.
 
-The public names are importable from here; docs/guides/state-sharding.md shows their use.
+docs/guides/state-sharding.md shows how to use the functions of these modules.
 """

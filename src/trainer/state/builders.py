@@ -1,6 +1,7 @@
-"""Trees of shapes, shardings and specs for a native train state. The functions have MaxText's names.
+"""Trees of shapes, shardings and specs for a native train state, that is, one in NNX's or Linen's format.
 
-Each tree has exactly the structure of the state, so `jax.tree.map` can zip any two of them.
+The functions have the names of MaxText's functions. Each tree has exactly the structure of the state, so `jax.tree.map`
+can zip any two of them.
 See docs/guides/state-sharding.md.
 """
 
@@ -42,9 +43,10 @@ def get_abstract_state_nnx(
       config: resolved or not. Its flags for NNX or Linen must match the state.
       mesh: from `get_mesh_from_config`.
       init_fn: takes no arguments and returns a native train state with any optimizer: an `nnx.State`, a
-        `TrainStateNNX` (which is split), or a Linen `TrainState`. `init_state_fn(codec)` returns such a function.
-      is_training: False gives the shardings for evaluation and sampling: shard_optimizer_over_data and host offloading
-        have no effect, and the state may lack an optimizer.
+        `TrainStateNNX` (its `nnx.State` is used), or a Linen `TrainState`. `state.init.init_state_fn(codec)` returns
+        a suitable function.
+      is_training: if False, returns the shardings for evaluation and sampling: shard_optimizer_over_data and host
+        offloading have no effect, and the state may lack an optimizer.
 
     Raises:
       UserError: the shape of a tensor does not fit the mesh and the rules.
@@ -80,7 +82,8 @@ def get_named_sharding_nnx(abstract_state: Any) -> Any:
 
 
 def set_named_sharding_nnx(abstract_state: Any, named_sharding: Any) -> Any:
-    """Returns `abstract_state` as ShapeDtypeStructs with the shardings of `named_sharding`, a tree of its structure."""
+    """Returns `abstract_state` as ShapeDtypeStructs with the shardings of `named_sharding`, a tree of the same
+    structure."""
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         abstract_state,
@@ -94,7 +97,8 @@ def get_partition_spec_nnx(named_sharding: Any) -> Any:
 
 
 def build_zero1_input_state_mesh_shardings(config: Config, state_mesh_shardings: Any, params_shardings: Any) -> Any:
-    """Returns the compute shardings of a Zero-1 step: parameters all-gathered over data, everything else as stored.
+    """Returns the compute shardings of a Zero-1 step: the parameters are all-gathered over the mesh axis data, and
+    everything else has its storage sharding.
 
     Args:
       config: resolved or not. Its flags for NNX or Linen must match the state.

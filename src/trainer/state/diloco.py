@@ -37,24 +37,26 @@ class DiLoCoTrainState(NamedTuple):
     params: Any  # the outer parameters, a nested dict of canonical names; float32 where an island has bfloat16
     outer_opt_state: Any  # state of the outer optimizer: optax's structure over `params`
     step: Any  # int32 []
-    # int32 []: the number of the update that synchronized the pending fragment, which the islands have not taken over
-    # yet; 0 if no fragment is pending. The outer parameters already contain the pending fragment's new values. None if
-    # islands take over each fragment in the update that synchronizes it.
+    # int32 []. With a delay, the islands merge a fragment of the parameters (`state.fragments`) some updates after the
+    # update that synchronized the fragment. Until then, the fragment is pending: `in_flight` is the number of the
+    # update that synchronized it, and the outer parameters already contain its new values. If no fragment is pending,
+    # `in_flight` is 0. Without a delay, it is None.
     in_flight: Any = None
 
 
 @jax.jit
 def mean_of_islands(leaf: jax.Array) -> jax.Array:
-    """Returns the mean of an array of `rest` over its first axis, the islands; for integers, the first island's values.
+    """Returns the mean of an array of `TrainTree.rest` over its first axis, the islands; for an integer array, returns
+    the first island's values.
 
-    This form of the mean is exact if all islands are equal.
+    The mean is computed from the differences to the first island, so it is exact if all islands are equal.
     """
     first = leaf[0]
     return first + jnp.mean(leaf - first, 0) if jnp.issubdtype(leaf.dtype, jnp.floating) else first
 
 
 def without_islands(tree: DiLoCoTrainState) -> tuple[Any, Any]:
-    """Returns the outer parameters of a canonical state, and `rest` averaged over the islands."""
+    """Returns the outer parameters of a canonical state, and the islands' `rest` averaged over the islands."""
     return tree.params, jax.tree.map(mean_of_islands, tree.inner_state.rest)
 
 
@@ -66,7 +68,7 @@ def widened(params: Any) -> Any:
             return leaf
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf.update(dtype=jnp.float32)
-        return jax.lax.optimization_barrier(leaf).astype(jnp.float32)  # or XLA drops a cast to bfloat16 and back
+        return jax.lax.optimization_barrier(leaf).astype(jnp.float32)  # else XLA drops a cast to bfloat16 and back
 
     return jax.tree.map(one, params)
 
@@ -96,7 +98,7 @@ class DiLoCoCodec:
     """
 
     def __init__(self, inner: StateCodec, outer: optax.GradientTransformation, count: int, *, delayed: bool):
-        """`outer`: the outer optimizer. `count`: the number of islands. `delayed`: whether `in_flight` exists."""
+        """`outer`: the outer optimizer. `count`: the number of islands. `delayed`: whether `in_flight` is used."""
         self.inner, self.model = inner, inner.model
         self._outer, self._count, self._delayed = outer, count, delayed
         self.abstract = jax.eval_shape(lambda tree: self.pack(self.broadcast(tree)), inner.unpack(inner.abstract))
@@ -107,7 +109,7 @@ class DiLoCoCodec:
 
     def broadcast(self, tree: TrainTree, outer: Any = None) -> DiLoCoTrainState:
         """Returns the canonical state in which every island has the train state `tree`, with a new outer optimizer
-        state. `outer`: the outer parameters, if those in `tree` are rounded; default: the parameters of `tree`."""
+        state. `outer`: the outer parameters, needed if those in `tree` are rounded; default: those in `tree`."""
         inner = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (self._count, *leaf.shape)), tree)
         in_flight = jnp.zeros([], jnp.int32) if self._delayed else None
         outer = widened(tree.params if outer is None else outer)
@@ -146,8 +148,8 @@ def make_diloco_codec(config: Config, inner: StateCodec) -> DiLoCoCodec:
 def build_diloco_state(config: Config, codec: StateCodec, state: Any) -> DiLoCoTrainState:
     """Returns the native DiLoCo state in which every island of the resolved `config` has the native state `state`.
 
-    `codec` is the codec of `state`. Call this under jit, with the shardings of `build_abstract_diloco_state` as
-    `out_shardings`.
+    `codec` is the codec of `state`. Call this function under jit, with `out_shardings` set to the shardings of
+    `build_abstract_diloco_state`.
     """
     whole = make_diloco_codec(config, codec)
     return whole.pack(whole.broadcast(codec.unpack(state)))

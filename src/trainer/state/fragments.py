@@ -21,7 +21,7 @@ from trainer.ops.paths import Path, path_of
 
 @dataclass(frozen=True)
 class Fragment:
-    """A subset of the layers of each stack, and, for one fragment, the parameters outside of the stacks.
+    """A subset of the layers of each stack of layers. One fragment also has the parameters outside of the stacks.
 
     A fragment can be taken from any tree whose leaf paths end with the path of a parameter: the parameters, their
     gradients, or optimizer state. Leaves that are not in the fragment become None.
@@ -45,7 +45,7 @@ class Fragment:
         return jax.tree_util.tree_map_with_path(one, tree)
 
     def put(self, tree: Any, part: Any, before: int = 0) -> Any:
-        """Returns `tree` with this fragment replaced by `part`, a tree like those that the method `part` returns."""
+        """Returns `tree` with this fragment replaced by `part`, a tree like `self.part(tree, before)`."""
 
         def one(path: Any, leaf: Any, new: Any) -> Any:
             if new is None:
@@ -60,7 +60,8 @@ class Fragment:
     def shardings(self, tree: Any) -> Any:
         """Returns this fragment of `tree`, a tree of the parameters' shardings.
 
-        A mesh axis that shards the layers of a stack is dropped if it does not divide the fragment's number of layers.
+        The mesh axes that shard the layers of a stack are dropped if their product does not divide the number of layers
+        that the fragment has in this stack.
         """
 
         def one(path: Any, sharding: NamedSharding) -> NamedSharding | None:
@@ -77,7 +78,7 @@ class Fragment:
         return jax.tree_util.tree_map_with_path(one, tree)
 
     def _stack(self, path: Any) -> Path | None:
-        # The parameters are nested dicts; the containers of an optimizer state around them are not.
+        # The parameters are nested dicts. The optimizer state's containers around them are not dicts.
         names = path_of(tuple(dropwhile(lambda key: not isinstance(key, DictKey), path)))
         return names[:2] if names[:2] in self.layers else None
 
@@ -98,10 +99,10 @@ def _spread(leaf: jax.Array, new: jax.Array, chosen: range, axis: int) -> jax.Ar
 def fragments(config: Config) -> list[Fragment]:
     """Returns the fragments of the parameters of `config`, in the order of their numbers.
 
-    Fragment 0 contains the parameters outside of the stacks. Layers are numbered consecutively through all stacks and
-    divided among the other n fragments: layer i is in fragment 1 + (i modulo n) or, with `use_sequential_layers`, in
-    one of n contiguous runs whose lengths differ by at most one. Here, one repetition of a pattern of blocks is one
-    layer.
+    A single fragment contains all parameters. Otherwise, fragment 0 contains the parameters outside of the stacks, and
+    the layers, numbered consecutively through all stacks, are divided among the other n fragments: layer i is in
+    fragment 1 + (i modulo n) or, with `use_sequential_layers`, in one of n contiguous runs whose lengths differ by at
+    most one. If a stack repeats a pattern of blocks, each repetition counts as one layer.
 
     Raises:
       UserError: there are more fragments than layers plus one.

@@ -32,7 +32,7 @@ def storage_shardings(config: Config, model: Model, abstract: Any, shardings: An
 
 
 def fetcher(config: Config, shardings: TrainTree) -> Fetch:
-    """Returns a function for use under jit that moves the parts of a TrainTree from host memory to the device.
+    """Returns a function for use under jit that moves the offloaded parts of a TrainTree to device memory.
 
     A part that is None stays None.
 
@@ -52,10 +52,10 @@ def fetcher(config: Config, shardings: TrainTree) -> Fetch:
 
 
 def check_host_memory(config: Config, memory_kinds: list[str]) -> None:
-    """Refuses the offloading keys if the devices have no pinned host memory.
+    """Checks that the devices have pinned host memory if the configuration offloads arrays to it.
 
     Raises:
-      UserError: names the keys that are set.
+      UserError: the devices have none; the message names the offloading keys that are set.
     """
     given = [f"{key}=true" for key in _OFFLOADING if config[key]]
     if given and HOST not in memory_kinds:

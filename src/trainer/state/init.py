@@ -15,13 +15,13 @@ def init_state_fn(
 ) -> Callable[..., Any]:
     """Returns `init(params=None, rest=None, step=None)`, a function that returns a native train state, sharded.
 
-    Its optimizer state is new. Each device computes its own shard. If `params` or `rest` (canonical and sharded) are
+    The optimizer state is new. Each device computes its own shard. If `params` or `rest` (canonical and sharded) are
     given, their buffers are donated to the state. `step`: see `StateCodec.init`.
 
     Args:
       codec: makes the native state.
       shardings: from `state_shardings`, or None for JAX's default.
-      seed: seed of the initial parameters, which are equal for every combination and every mesh.
+      seed: seed of the initial parameters. They are equal for NNX and Linen, and for every mesh.
       fetch: moves parameters from host memory to the device (`state.host.fetcher`).
     """
 

@@ -37,7 +37,7 @@ def get_muon_weight_dimension_numbers(source: Any, config: Config | None = None)
     """Returns `MuonDimensionNumbers` for every matrix that Muon orthogonalizes, and None for all other parameters.
 
     The dimension numbers are derived from the logical axes of the parameters, never from their names (`optim.axes`), so
-    a user-defined block needs no extra entry. Pass them to `optax.contrib.muon` as a function:
+    the parameters of a user-defined block need no declaration. Pass them to `optax.contrib.muon` as a function:
     `muon_weight_dimension_numbers=lambda params: ...`. With `opt_type=muon`, this call is not needed.
 
     Args:
@@ -45,7 +45,8 @@ def get_muon_weight_dimension_numbers(source: Any, config: Config | None = None)
         axes; an `nnx.State` of a model or of a whole train state, abstract or not; or Linen's params, variables or
         TrainState, boxed or not.
       config: the model's configuration. Needed only for arrays without logical axes (a canonical dict, or unboxed
-        params such as in this trainer's TrainState), and for a user's parameters without axis names in a pipeline.
+        params such as in this trainer's TrainState), and for parameters without axis names of a user-defined block in a
+        pipeline.
 
     Returns:
       A nested dict with the parameter names of `source`. For a train state, they are nested below `model` or

@@ -55,7 +55,8 @@ def _of_moment(axes: Axes, whole: Shape | None, shape: Shape, path: Path) -> Axe
     found = kept_axes(axes, whole, shape) if whole is not None else []
     if not found:
         return Axes((None,) * len(shape))
-    # For axes of equal length: optax sums v_row over the last axis, and v_col over the second to last.
+    # If axes have equal lengths, `found` begins with the axes that lack the last axis. optax sums v_row over the last
+    # axis, and v_col over the second to last.
     return found[-1 if "v_col" in path else 0]
 
 
@@ -77,7 +78,7 @@ def state_shardings(model: Model, abstract: Any, mesh: Mesh, rules: Rules, *, ze
 
 def gathered_stages(named: Any, shardings: Any) -> Any:
     """Returns `shardings` of a native train state, in which weights of pipeline stages are not sharded over fsdp,
-    because they are all-gathered once, before the first iteration. `named`: see `tensors`."""
+    because they are all-gathered once, before the pipeline's first iteration. `named`: the result of `tensors`."""
 
     def one(tensor: Tensor, sharding: NamedSharding) -> NamedSharding:
         return without_fsdp(sharding) if STAGES in tensor.axes else sharding

@@ -35,7 +35,7 @@ def in_layers(config: Config, tree: T) -> T:
 
 
 def in_stages(config: Config, tree: T, abstract: T) -> T:
-    """Inverts `in_layers`, with the shardings of `abstract`. Deletes the arrays that it converts."""
+    """Inverts `in_layers`. The result has the shardings of `abstract`. Deletes the arrays that it converts."""
     found = _division(config)
     if found is None:
         return tree

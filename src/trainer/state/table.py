@@ -26,8 +26,8 @@ _ISLANDS = "inner_state"  # the train states of DiLoCo's islands
 
 
 def rows(tensors: Any, abstract: Any, shardings: Any) -> list[Row]:
-    """Returns a row for each leaf of three trees with equal structure (see `state.shardings`), in the order of KINDS.
-
+    """Returns a row for each leaf of a train state, in the order of KINDS. The arguments are three trees with equal
+    structure: the result of `state.shardings.tensors`, the abstract train state, and its shardings.
 
     `replicated` is the redundant fraction of the bytes on all devices: 0 for an array that is sharded over every mesh
     axis, 1 - 1/n for an array that is replicated on n devices.
@@ -59,7 +59,8 @@ def gradient_rows(tensors: Any, abstract: Any, shardings: Any, trained: Collecti
 
 
 def totals(found: Iterable[Row]) -> dict[str, int]:
-    """Returns, as plain integers, the number of parameters and the bytes of each kind, per device and in total."""
+    """Returns, as plain integers, the number of parameters, and the bytes of each kind of tensor, per device and
+    in total."""
     found = list(found)
     result = {"parameters": sum(math.prod(row["shape"]) for row in found if row["name"].startswith("params/"))}
     for name in (*dict.fromkeys(KINDS.values()), "gradients"):
@@ -117,7 +118,8 @@ def total_lines(sums: Mapping[str, int]) -> list[str]:
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
-    """Returns lines with columns of equal width, numbers aligned to the right."""
+    """Returns each row of cells as a line of text. Columns are as wide as their widest cells; numbers are aligned to
+    the right."""
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
 
     def cell(word: str, width: int) -> str:

@@ -11,22 +11,22 @@ from trainer.sharding import axes_of
 from trainer.state.zero1 import DATA
 
 SHOWN = 5  # how many of the largest parameters the message lists
-# The mesh axes that replicate parameters by design. A pipeline replicates the parameters outside of its stages.
+# The mesh axes that replicate parameters by design. The axis stage replicates the parameters outside of a pipeline.
 _COPIES = (DATA, "diloco", "stage")
 
 
 def check_tolerance(tensors: Any, abstract: Any, shardings: Any, tolerance: float) -> None:
-    """Refuses shardings that replicate more than the share `tolerance` of the parameters over one mesh axis.
+    """Checks that no mesh axis replicates more than the share `tolerance` of the parameters.
 
-    The mesh axes data, diloco and stage and axes of size 1 are ignored. Parameters without a dimension that the axis
+    The mesh axes data, diloco and stage, and axes of size 1, are ignored. Parameters without a dimension that the axis
     divides do not count, nor do low-rank adapters, which are small and have only the input or the output axis of their
     matrix.
 
     Args:
-      tensors, abstract, shardings: trees with equal structure, see `state.shardings`.
+      tensors, abstract, shardings: trees with equal structure; see `table.rows`.
 
     Raises:
-      UserError: names the axis, the share, and the largest parameters.
+      UserError: an axis exceeds `tolerance`; the message names the axis, the share, and the largest parameters.
     """
     rows = list(zip(*map(jax.tree.leaves, (tensors, abstract, shardings)), strict=True))
     params = [

@@ -1,4 +1,6 @@
-"""Zero-1 (Rajbhandari et al. 2020, arXiv:1910.02054): shards over data what data parallelism alone would replicate."""
+"""Zero-1 (Rajbhandari et al. 2020, arXiv:1910.02054): shards the parameters and the optimizer state, which data
+parallelism alone would replicate, over the mesh axis data.
+"""
 
 from collections.abc import Sequence
 from math import prod

@@ -1,1 +1,1 @@
-"""Builds and runs the training of a configuration: build, step, evaluate, loop."""
+"""Builds and runs the training of a configuration; see the modules build, step, evaluate and loop."""

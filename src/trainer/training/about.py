@@ -1,4 +1,6 @@
-"""A run's model metadata, such as tokens that end a text: inherited from the initial model, updated by the training."""
+"""A run's model metadata, such as tokens that end a text. They are inherited from the initial model, and training
+updates them.
+"""
 
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path

@@ -23,12 +23,12 @@ from trainer.training.start import Start
 class BatchSource(Protocol):
     """The batches of a run: one per update, and the batches of its evaluations.
 
-    Each batch has the objective's fields and `row` (`objectives.batch_fields`). With several processes, each process
-    gets its share of the rows (`runtime.place.share_of_rows`). A source may compute on the devices.
+    Each batch has the objective's fields and the field `row` (`objectives.base.batch_fields`). With several processes,
+    each process gets its share of the rows (`runtime.place.share_of_rows`). A source may compute on the devices.
     """
 
     waited: float  # total seconds that calls of `take` have waited so far
-    updates: int  # the number of updates in a group; a run is saved, and ends, only between groups
+    updates: int  # updates come in groups of this number; a run is saved, and ends, only between groups
     metrics: dict[str, float]  # metrics of the last batch, to log in the row of its update
 
     def take(self, state: Callable[[], Any], interrupted: Callable[[], bool]) -> tuple[Batch, Position] | None:
@@ -81,7 +81,7 @@ def check_no_images(batch: Batch, images: Mapping[int, str]) -> None:
     token. `images` maps the image tokens to the fields of config.json that define them.
 
     Raises:
-      UserError: names a row and its token.
+      UserError: a row contains an image token; the message names the row and the token.
     """
     for name in ("inputs", "targets") if images else ():
         found = np.isin(batch[name], list(images)) & (batch[f"{name}_segmentation"] > 0)
@@ -97,8 +97,8 @@ def check_batch(run: Run, batch: Batch, rows: int) -> None:
     """Checks that `batch`, this process's share of `rows` rows, has the fields of the run's objective.
 
     Raises:
-      UserError: names every field that is missing or has the wrong shape or dtype. It also names additional fields,
-        which by themselves are not an error.
+      UserError: a field is missing or has the wrong shape or dtype. The message names all such fields, and additional
+        fields, which by themselves are not an error.
     """
     parts = share_of_rows(run.batch_shardings["row"], rows)["process_count"]
     wanted = run.given_batch(rows // parts)  # only shapes and dtypes are used, not the shardings
@@ -118,7 +118,8 @@ def check_batch(run: Run, batch: Batch, rows: int) -> None:
 
 def placed(run: Run, batch: Mapping[str, Any], rows: int | None = None) -> dict[str, jax.Array]:
     """Returns a batch that passed `check_batch`, on the devices of `run`. Adds the arrays that the objective derives,
-    and puts tokens into the order `capabilities.context_keys.token_order`. `rows`: see `runtime.place.place`."""
+    and reorders tokens as `config.capabilities.context_keys.token_order` specifies. `rows`: see
+    `runtime.place.place`."""
     batch, moved = prepared(run.objective, batch), token_order(run.config)
     if moved is not None:
         strategy, n = moved

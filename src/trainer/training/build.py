@@ -49,7 +49,7 @@ def build(
     Args:
       config: from `config.load`, resolved or not.
       devices: all devices of the mesh.
-      update_rules: further rules, applied in order after the optimizer and the rules of `config`.
+      update_rules: further update rules, applied in order after the optimizer and the update rules of `config`.
       make_objective: makes the objective of training and evaluation from the resolved configuration, the model and,
         with use_distill, the teacher.
 

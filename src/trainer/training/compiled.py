@@ -20,7 +20,8 @@ Say = Callable[[str], None]
 
 
 def loaded_step(run: Run, say: Say) -> Any:
-    """Returns the step that `trainer.train_compile` compiled; None without `compiled_trainstep_file`.
+    """Returns the step that `trainer.train_compile` compiled; None if the key `compiled_trainstep_file` is
+    empty.
 
     Raises:
       UserError: the file cannot be read, or contains a different step.
@@ -36,7 +37,8 @@ def loaded_step(run: Run, say: Say) -> Any:
 
 
 def compiled_step(run: Run, place: Any, say: Say) -> Any:
-    """Compiles and returns the step. Reports a `remat_policy` that saves more tensors and would still fit, if any.
+    """Compiles and returns the step. Suggests a `remat_policy` that recomputes less, if one would fit into memory.
+
     `place`: the run's folder, for the message that is printed on SIGTERM or Ctrl-C.
 
     Raises:

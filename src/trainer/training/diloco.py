@@ -55,7 +55,7 @@ _COMBINED: dict[str, Callable[..., Any]] = {
 
 
 def rules_of_islands(rules: Rules) -> tuple[Rules, Rules]:
-    """Returns the rules inside an island, and the rules for a global batch, which contains the rows of all islands."""
+    """Returns the sharding rules inside an island, and those for a global batch, which has the rows of all islands."""
     batch = {MAPPED: (), "activation_batch": (AXIS, *rules["activation_batch"])}
     return {**rules, MAPPED: (AXIS,)}, {**rules, **batch}
 
@@ -68,7 +68,7 @@ def with_islands(
     Evaluation and sampling use the outer parameters and all devices.
 
     Args:
-      config: resolved.
+      config: the resolved configuration.
       params: the shardings of the outer parameters.
     """
     assert isinstance(island.codec, StateCodec)
@@ -111,14 +111,14 @@ def _same_rest(rest: Any) -> Any:
 def build_diloco_train_step(
     config: Config, update: Callable[[TrainTree, Batch, Any], tuple[TrainTree, dict[str, jax.Array]]], shardings: Any
 ) -> Callable[[DiLoCoTrainState, Batch, Any], tuple[DiLoCoTrainState, Metrics]]:
-    """Returns `step(state, batch, frozen) -> state, metrics` over the canonical state. All islands share `frozen`.
+    """Returns `step(state, batch, frozen) -> state, metrics` for a canonical `DiLoCoTrainState`.
 
-    The step runs `update` on every island, then synchronizes the fragments that are due
-    (`capabilities.diloco_keys.Schedule`). Synchronization runs inside a conditional, so islands do not communicate in
-    any other step.
+    All islands share `frozen`. The step runs `update` on every island, then synchronizes the fragments that are due
+    (`capabilities.diloco_keys.Schedule`). Synchronization runs inside a conditional, so islands communicate only in
+    steps in which a fragment is due.
 
     Args:
-      config: resolved.
+      config: the resolved configuration.
       update: the update of one island, sharded over the island's mesh axes (`training.step.make_update`).
       shardings: the shardings of the outer parameters.
     """
@@ -158,7 +158,10 @@ class Moved(NamedTuple):
 
 
 def _synchronization(config: Config, shardings: Any) -> Callable[..., tuple[Averaged, dict[str, jax.Array]]]:
-    """Returns `synchronize(changing, in_flight, updates) -> changing, metrics` for all fragments; see `Schedule`."""
+    """Returns `synchronize(changing, in_flight, updates) -> changing, metrics`.
+
+    It synchronizes and merges the fragments that are due after update number `updates`; see `Schedule`.
+    """
     plan, parts = schedule(config), fragments(config)
 
     def synchronize(now: Averaged, in_flight: Any, updates: jax.Array) -> tuple[Averaged, dict[str, jax.Array]]:
@@ -197,7 +200,8 @@ def _outer_step(config: Config, fragment: Fragment, shardings: Any, old: Average
     def moved(param: jax.Array, of_islands: jax.Array) -> jax.Array:
         if param.dtype != of_islands.dtype:  # rounding at the last synchronization must not count as movement
             kind = jnp.finfo(of_islands.dtype)
-            param = jax.lax.reduce_precision(param, kind.nexp, kind.nmant)  # XLA may remove a cast and its inverse
+            # Not a cast, because XLA may remove a cast and its inverse.
+            param = jax.lax.reduce_precision(param, kind.nexp, kind.nmant)
         return param.astype(jnp.float32) - of_islands.astype(jnp.float32)
 
     deltas = sent(config.diloco_outer_grad_dtype, jax.tree.map(moved, params, islands), stored)
@@ -211,7 +215,7 @@ def _outer_step(config: Config, fragment: Fragment, shardings: Any, old: Average
     )
     if not plan.delay:
         new = _take(fragment, plan.alpha, new)
-    # Replicated inside the branch of the conditional, so that only synchronizing steps communicate.
+    # Replicate the metrics inside the branch of the conditional, so that only synchronizing steps communicate.
     replicated = NamedSharding(jax.tree.leaves(shardings)[0].mesh, PartitionSpec())
     squares = [jnp.sum(delta**2, range(1, delta.ndim)) for delta in jax.tree.leaves(deltas)]
     found = Moved(optax.tree.norm(grads, squared=True), functools.reduce(jnp.add, squares))
@@ -219,7 +223,10 @@ def _outer_step(config: Config, fragment: Fragment, shardings: Any, old: Average
 
 
 def _take(fragment: Fragment | None, alpha: float, old: Averaged) -> Averaged:
-    """Sets the islands' parameters of `fragment` (None: all) to alpha x island + (1 - alpha) x outer parameters."""
+    """Sets the parameters of every island to alpha x the island's parameters + (1 - alpha) x the outer parameters.
+
+    `fragment`: the fragment to set; None: all parameters are set.
+    """
 
     def one(param: jax.Array, before: jax.Array) -> jax.Array:
         if not alpha:
@@ -251,7 +258,7 @@ def _disagreement(moved: Moved) -> dict[str, jax.Array]:
     metrics = {"outer_grad_norm": jnp.sqrt(moved.mean), "island_distance": jnp.sqrt(moved.islands)}
     if (count := len(moved.islands)) > 1:
         total = jnp.sum(moved.islands)
-        # The squared norm of the sum of the displacements contains each pair twice.
+        # The squared norm of the sum of the displacements contains the dot product of each pair twice.
         pairs = count**2 * moved.mean - total
         metrics["island_cosine"] = pairs / jnp.where(total > 0, (count - 1) * total, 1)
     return metrics
@@ -260,9 +267,10 @@ def _disagreement(moved: Moved) -> dict[str, jax.Array]:
 def _reader(config: Config, replicated: NamedSharding) -> Callable[[Metrics, int], dict[str, Any]]:
     """Returns the function `Computation.read`, which combines the metrics of the islands.
 
-    Tokens are summed. A flag is set if any island sets it (`finite`: if all islands set it). Other numbers are averaged
-    over the islands with loss-bearing tokens. `island_losses` contains the loss of each island. Only steps that
-    synchronize have synchronization metrics.
+    `_COMBINED` lists the metrics that are summed, or reduced to their minimum or maximum. Any other flag is set if an
+    island sets it. Any other floating-point metric is averaged over the islands whose batch has tokens that contribute
+    to the loss. `island_losses` contains the loss of each island. Only steps that synchronize have synchronization
+    metrics.
     """
     gather, plan = jax.jit(lambda metrics: metrics, out_shardings=replicated), schedule(config)
 

@@ -1,4 +1,4 @@
-"""Loss on held-out rows."""
+"""Computes the loss on held-out rows."""
 
 import math
 import operator
@@ -20,8 +20,8 @@ from trainer.state.shardings import ParamShardings
 def make_evaluation(objective: Objective, shardings: ParamShardings) -> Callable[..., dict[str, Any]]:
     """Returns `evaluation(params, rest, batch, frozen, bytes_per_token [vocab]) -> sums`.
 
-    The sums over `batch` are `means`, an `objectives.Evaluation`; and `bytes`, the number of text bytes in the targets
-    (0 if the objective has no cross entropy).
+    `sums` has two entries, which are sums over `batch`: `means`, an `objectives.Evaluation`, and `bytes`, the number of
+    text bytes in the targets (0 if the objective has no cross entropy).
     """
 
     def evaluation(
@@ -38,10 +38,10 @@ def make_evaluation(objective: Objective, shardings: ParamShardings) -> Callable
 
 
 def check_held_out(rows: RowSource | None, batch_rows: int, eval_steps: int) -> None:
-    """Raises UserError if none of the first `eval_steps` batches of `batch_rows` rows has a loss-bearing token.
+    """Raises UserError if no token of the first `eval_steps` batches of `batch_rows` rows contributes to the loss.
 
-    Stops reading at the first loss-bearing token. If `eval_steps` is -1, nothing is read, because prepared data always
-    contain a loss-bearing token.
+    Stops reading at the first batch in which a token contributes to the loss. If `eval_steps` is -1, nothing is read,
+    because all held-out rows are evaluated, and prepared data always contain a token that contributes to the loss.
     """
     if rows is None or eval_steps < 0:
         return
@@ -60,7 +60,7 @@ def check_held_out(rows: RowSource | None, batch_rows: int, eval_steps: int) -> 
 def summarize(sums: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """Returns the metrics over all batches, from the sums of each batch.
 
-    These are eval_loss, eval_tokens and the objective's other means. An objective with a cross entropy adds
+    The metrics are eval_loss, eval_tokens and the objective's other means. An objective with a cross entropy adds
     eval_perplexity and, if the targets are text, eval_bits_per_byte. The end-of-document token adds bits but no bytes.
 
     Raises RunStopped if no token contributes to the loss, because a loss of 0 would count as the best loss.

@@ -15,7 +15,7 @@ from trainer.training.step import all_finite
 
 
 def check_finite(config: Config, row: Mapping[str, Any], batch: str, not_finite: Callable[[], Sequence[str]]) -> None:
-    """Ends the run after a non-finite step, if the configuration requires it or the state is lost.
+    """Ends the run after a non-finite step, if the configuration requires it or the new state is not finite.
 
     Args:
       row: the metrics of the step, including `skipped` and `finite`; see `step.make_update`.
@@ -30,7 +30,7 @@ def check_finite(config: Config, row: Mapping[str, Any], batch: str, not_finite:
     kinds = {"abort_on_nan_loss": nan, "abort_on_inf_loss": inf}
     keys = [key for key, found in kinds.items() if config[key] and found]
     lost = not row["finite"]
-    # A batch without loss-bearing tokens has no loss. That is not an error.
+    # It is not an error if no token of a batch contributes to the loss, so that the batch has no loss.
     if not lost and (not keys or not row["tokens"]):
         return
     its_batch = f"Its batch is {batch} (data_shuffle_seed={config.data_shuffle_seed})"

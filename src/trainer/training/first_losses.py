@@ -5,8 +5,8 @@ from collections.abc import Callable
 from trainer.config.keys import Config
 from trainer.config.words import counted
 
-# Warns if a loss exceeds both FACTOR times the first loss and the first loss plus MARGIN nats. The losses of an
-# unchanged model differ by less between batches.
+# Warns if a loss exceeds both FACTOR times the first loss and the first loss plus MARGIN nats. As long as a model does
+# not change, its losses on different batches differ by less.
 FACTOR, MARGIN = 2.0, 1.0
 UPDATES = 20  # the number of updates to watch
 
@@ -21,7 +21,7 @@ class FirstLosses:
         self._ends = begin + UPDATES if config.load_parameters_path or config.load_full_state_path else begin
 
     def add(self, step: int, loss: float) -> None:
-        """Checks the loss of a step in nats, computed before the step's update. Warns at most once."""
+        """Checks a step's loss, which is in nats and computed before the step's update. Warns at most once."""
         if step > self._ends or self._ends == self._begin:
             return
         if self._first is None:

@@ -15,17 +15,18 @@ from trainer.state.shardings import Tensor
 
 
 class FrozenArrays(NamedTuple):
-    """The argument `frozen` of a step: a pytree that no step changes and no checkpoint contains; () if the
-    objective declares none.
+    """Describes the argument `frozen` of a step: a pytree of arrays that no step changes and no checkpoint contains.
+
+    If the objective declares no such arrays, the argument is (), which the default values describe.
 
     Attributes:
-      abstract: shapes with shardings.
-      tensors: a `state.Tensor` for every leaf.
+      abstract: a ShapeDtypeStruct with a sharding for every array.
+      tensors: a `state.Tensor` for every array.
       make: returns the arrays, given the run's initial parameters (may be None unless `of_parameters`). Called once at
         the start of each process; never called if `place` is set.
       of_parameters: whether the arrays are copies of the run's initial parameters.
-      place, flops: see `Frozen`.
-      fetch: under jit: moves arrays in host memory to the device.
+      place, flops: see `objectives.Frozen`.
+      fetch: moves arrays from host memory to the device; for use under jit.
     """
 
     abstract: Any = ()
@@ -67,7 +68,7 @@ def frozen_arrays(objective: Objective, mesh: Mesh, rules: Rules) -> FrozenArray
 
 def _fetcher(abstract: Any) -> Callable[[Any], Any]:
     at = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    # The compiler must not all-gather arrays that are still in host memory.
+    # The barrier keeps the compiler from all-gathering arrays that are still in host memory.
     return lambda arrays: jax.lax.optimization_barrier(jax.device_put(arrays, at))
 
 
@@ -76,7 +77,7 @@ def _on_host(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def _copied(abstract: Any, params: Any) -> Any:
-    """Returns copies of the parameters that are in `abstract`."""
+    """Returns copies of the `params` for which `abstract` has a leaf, and None for the others."""
     at = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     kept = jax.tree.map(
         lambda like, leaf: None if like is None else leaf, abstract, params, is_leaf=lambda like: like is None

@@ -1,4 +1,7 @@
-"""The training loop. The host dispatches the next step before it reads metrics, so the device never waits for it."""
+"""The training loop. The host dispatches a step before it reads the metrics of the previous one.
+
+The device therefore never waits for the host.
+"""
 
 import contextlib
 import math
@@ -51,14 +54,15 @@ class Reports(NamedTuple):
     sync: Callable[[], None]  # returns when all rows so far are on disk
     evaluations: Sequence[Row] = ()  # the evaluation rows of earlier processes
     unevaluated: bool = False  # whether the loss has not been evaluated since the last update of an earlier process
-    untested: bool = False  # whether the evaluation tasks have not run since that update
+    untested: bool = False  # whether the evaluation tasks have not run since the last update of an earlier process
     profiler: Profiler | None = None
-    during: Callable[[str], AbstractContextManager[None]] = lambda part: contextlib.nullcontext()  # see `Timeline`
+    during: Callable[[str], AbstractContextManager[None]] = lambda part: contextlib.nullcontext()  # `Timeline.during`
     waiting: Callable[[bool], None] = lambda begins: None  # called with True before a wait for a batch, False after
     times: Callable[[int, float, float, float], None] = lambda *times: None  # see `Stragglers.add`
 
 
-# (state, updates so far, interrupted) -> a row of scores of the evaluation tasks; None as soon as `interrupted()`.
+# (state, number of updates, interrupted) -> a row with the scores of the evaluation tasks. The tasks stop, and the
+# function returns None, as soon as `interrupted()` returns True.
 Tasks = Callable[[Any, int, Callable[[], bool]], Row | None]
 
 
@@ -83,7 +87,7 @@ def fit(
     """Trains until `steps` updates are done. Evaluates and saves at the configured intervals.
 
     Args:
-      run: from `build`.
+      run: from `training.build`.
       compiled_step: `run.compile_on_leaves()`; may be None if `start` already contains all updates.
       start: the initial state; its buffers are donated.
       dataset: the rows for training and evaluation, and the tokenizer that is stored in checkpoints.
@@ -97,7 +101,7 @@ def fit(
     Raises:
       UserError: the first training or evaluation batch does not have the fields of the objective.
       RunStopped: a loss or gradient is not finite and the configuration requires a stop; an update is not finite; or no
-        batch of a new run or of an evaluation has a loss-bearing token.
+        token in the batches of a new run or of an evaluation contributes to the loss.
     """
     steps = run.config.steps
     with Preemption(manager is not None) as preemption, (source or LoadedAhead)(run, dataset, start) as batches:
@@ -142,7 +146,7 @@ class _Loop:
         tasks: Tasks | None,
     ):
         self._start = start._replace(state=None)
-        self._structure: Any  # a PyTreeDef; its stubs lack unflatten
+        self._structure: Any  # a PyTreeDef, whose stubs lack unflatten
         self._leaves, self._structure = jax.tree.flatten(start.state)
         self.done, self._position = start.updates, start.position
         self.evaluated = True  # False if a due evaluation was interrupted
@@ -232,7 +236,7 @@ class _Loop:
         self.reader.restart_clock()
 
     def _keep_scores(self, row: Row) -> None:
-        """Merges `row` with an earlier evaluation of the same step, and passes the result to checkpoint retention."""
+        """Merges `row` with an earlier evaluation of the same step, and passes the result to the checkpoint manager."""
         before = self._last_evaluation
         self._last_evaluation = (before if before.get("step") == row["step"] else {}) | row
         if self._manager is not None:
@@ -264,12 +268,12 @@ class _Loop:
 
     @property
     def untrained(self) -> bool:
-        """Whether a new run made no update, because no batch so far had a loss-bearing token."""
+        """Whether a new run has made no update, because no token so far contributed to the loss."""
         resumed = self._start.resumed and self._start.updates > 0
         return self.done > self._start.updates and not resumed and not self.reader.tokens
 
     def check_tokens(self) -> None:
-        """Stops a run that is `untrained`, without saving a checkpoint that would mark the run as finished."""
+        """Stops a run if it is `untrained`, without saving a checkpoint that would mark the run as finished."""
         if self.untrained:
             raise RunStopped(_NO_TOKENS.format(batches=counted(self.done - self._start.updates, "batch", "batches")))
 
@@ -293,9 +297,10 @@ def evaluate(
     preemption: Preemption | None = None,
     frozen: Any = (),
 ) -> Row | None:
-    """Returns a row of metrics over `batches`, this process's share of the batches; None if preempted.
+    """Returns a row of metrics over the evaluation batches; None if preempted.
 
-    `tokenizer` provides the number of bytes of each token; `frozen`: see `Start`.
+    `batches`: this process's share of the batches. `tokenizer`: provides the number of bytes of each token. `frozen`:
+    see `Start`.
     """
     started = time.perf_counter()
     lengths = np.zeros(run.config.vocab_size, np.int32)  # without a tokenizer, bytes are not counted
@@ -347,11 +352,14 @@ class _Reader:
         memory: Callable[[], int | None],
         times: Callable[[int, float, float, float], None],
     ):
-        """Passes every row to `report` and then to `check`. `read`: `Computation.read`; `memory`: `memory_in_use`."""
+        """Passes every row to `report` and then to `check`. `read`: `Computation.read`. `memory`: `memory_in_use`.
+
+        `times`: see `Reports`.
+        """
         self._report, self._check, self._read, self._memory, self._times = report, check, read, memory, times
         self._waiting: tuple[int, Any, Mapping[str, float]] | None = None
         self._waited = 0.0
-        self.tokens = 0  # loss-bearing tokens in all rows so far
+        self.tokens = 0  # the number of tokens that contributed to the loss, in all rows so far
         self.restart_clock()
 
     def restart_clock(self) -> None:

@@ -1,4 +1,4 @@
-"""Checks, before tracing and allocation, whether a model can fit the devices."""
+"""Checks, before tracing and allocation, whether a model can fit into the memory of the devices."""
 
 import os
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_b
 def check_memory(config: Config, devices: Sequence[jax.Device], memory: float | None, margin: float = 1) -> None:
     """Compares a lower bound on the memory for training (`least_bytes`) with the memory of the devices.
 
-    Refuses only configurations whose lower bound is too large. The exact memory of a step is known after compilation.
+    A configuration that passes may nevertheless need too much memory: the exact amount is known only after compilation.
 
     Args:
       config: from `config.load`, not resolved.
@@ -49,7 +49,7 @@ def device_memory(devices: Sequence[jax.Device]) -> float | None:
 
 
 def reported_memory(devices: Sequence[jax.Device]) -> int | None:
-    """Returns the bytes that programs can use on one of `devices`; None if it does not report them, as on CPU."""
+    """Returns the bytes that programs can use on one of `devices`; None if the device does not report them (CPU)."""
     stats = [device.memory_stats() or {} for device in _local(devices)[:1]]
     return stats[0].get("bytes_limit") if stats else None
 

@@ -39,8 +39,9 @@ def parameter_metrics(
 
 
 def lost_updates(params: Any, updates: Any) -> dict[str, jax.Array]:
-    """Returns the metric lost_updates, float32 []: the share of trained values whose nonzero update rounding discards,
-    because it is smaller than half the distance to the next number of the dtype. {} if all parameters are float32.
+    """Returns the metric lost_updates, float32 []: the share of trained values that rounding leaves unchanged, because
+    their nonzero update is smaller than half the distance to the next number of the dtype. Returns {} if all parameters
+    are float32.
 
     Args:
       params: the trained parameters before the update, a tree.
@@ -60,7 +61,7 @@ def _lost(param: jax.Array, update: jax.Array) -> jax.Array:
     _, exponent = jnp.frexp(param.astype(jnp.float32))  # |param| is in [1/2, 1) times 2^exponent
     half_spacing = jnp.ldexp(jnp.float32(jnp.finfo(param.dtype).eps / 4), exponent)
     lost = (update != 0) & (param != 0) & (jnp.abs(update) < half_spacing)
-    # In two steps: an int32 is too small for the largest arrays, and a float32 cannot count beyond 2^24.
+    # Sum in two steps: an int32 is too small for the largest arrays, and a float32 cannot count beyond 2^24.
     return jnp.atleast_1d(lost).sum(-1, dtype=jnp.int32).sum(dtype=jnp.float32)
 
 

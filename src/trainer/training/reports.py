@@ -88,8 +88,10 @@ def keep_sample(run_dir: RunDir, updates: int, prompt: str, text: str, say: Call
 
 
 def metrics_files(config: Config, path: Path, name: str) -> list[MetricsFile]:
-    """Returns a list with the file of the key metrics_file, in the first process and if the key is set; otherwise [].
-    `path`, `name`: path and name of the run's folder. Raises UserError if the file is not writable."""
+    """Returns a list of the file that the key metrics_file names; [] if it is empty or this is not the first process.
+
+    `path`, `name`: path and name of the run's folder. Raises UserError if the file is not writable.
+    """
     found = []
 
     def check() -> None:
@@ -225,7 +227,8 @@ def lacks_best(row: Mapping[str, Any], config: Config) -> str | None:
 def earlier_evaluations(rows: Sequence[Mapping[str, Any]], updates: int) -> tuple[list[dict[str, Any]], bool, bool]:
     """Returns `Reports.evaluations`, `unevaluated` and `untested` of a run that continues after `updates` updates.
 
-    `rows`: the rows of its metrics.jsonl. The initial state of a run has no row, because a run never evaluates it.
+    `rows`: the rows of the run's metrics.jsonl. If `updates` is 0, `unevaluated` and `untested` are False, because no
+    run evaluates its initial state.
     """
     evaluations = [dict(row) for row in rows if isinstance(row.get("eval_loss"), float) or TASKS_TIME in row]
     newest = [row for row in rows if row["step"] == updates - 1]

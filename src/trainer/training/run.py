@@ -32,11 +32,11 @@ _AXES: dict[str | int, str] = {"rows": "activation_batch", "length": "activation
 
 
 class States(NamedTuple):
-    """The train states of a run: their form, storage and initialization. DiLoCo replaces all fields."""
+    """The train states of a run: their form, storage and initialization. DiLoCo replaces all fields but `one`."""
 
     codec: Codec
     tensors: Any  # a `state.Tensor` for every leaf of the native train state
-    shardings: Any  # storage shardings of the native train state, a tree with its structure
+    shardings: Any  # storage shardings of the native train state, a tree with the state's structure
     init: Callable[..., Any]  # (params, rest, step), all optional -> native train state, sharded; see `init_state_fn`
     fetch: Fetch  # under jit: moves the parts of a canonical train state that are in host memory to the device
     one: TrainTree  # canonical train state of one model (with DiLoCo, of one island), as shapes with shardings
@@ -91,7 +91,7 @@ class Run(NamedTuple):
 
     @property
     def replicated(self) -> NamedSharding:
-        """The replicated sharding."""
+        """The sharding of an array that is replicated on all devices."""
         return NamedSharding(self.mesh, spec([], self.rules))
 
     def abstract_args(self) -> tuple[Any, dict[str, jax.ShapeDtypeStruct], Any]:
@@ -103,7 +103,8 @@ class Run(NamedTuple):
         """Refuses parameters that compiled programs do not accept as arguments.
 
         Raises:
-          UserError: a parameter is a 4-bit integer on a CPU, because JAX's layout check of arguments fails for it.
+          UserError: a parameter has 4-bit integers and the devices are CPUs, on which JAX's layout check of arguments
+            fails for such integers.
         """
         leaves = by_name(self._params).items()
         names = [name for name, leaf in leaves if leaf.dtype in (jnp.int4, jnp.uint4)]
@@ -123,7 +124,7 @@ class Run(NamedTuple):
         return found | {"other state": other, "frozen": frozen, "batch": batch}
 
     def abstract_batch(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns a batch of `rows` rows on devices, as shapes with shardings."""
+        """Returns the arrays of a batch of `rows` rows once it is on the devices, as shapes with shardings, by name."""
         sizes: dict[str | int, Any] = {"rows": rows, "length": self.config.max_target_length}
         return {
             name: jax.ShapeDtypeStruct(
@@ -178,8 +179,8 @@ class Run(NamedTuple):
         return frozenset(path for path, trained in is_trained.items() if not trained)
 
     def table(self) -> dict[str, Any]:
-        """Returns the shardings of the state and `frozen` as plain data: mesh axes of size > 1, rows, totals and
-        warnings."""
+        """Returns the shardings of the state and `frozen` as plain data: the mesh axes of size > 1, a row for each
+        array, totals and warnings."""
         trees = self.states.tensors, self.abstract_state, self.states.shardings
         frozen = self.frozen.abstract, jax.tree.map(lambda leaf: leaf.sharding, self.frozen.abstract)
         rows = [*table.rows(*trees), *table.rows(self.frozen.tensors, *frozen)]
@@ -207,14 +208,14 @@ class Run(NamedTuple):
         return self.trace_on_leaves(rows).lower().compile(options)
 
     def sharded(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns `fn` in a context in which layers shard their arrays over this run's mesh during tracing."""
+        """Returns `fn` wrapped so that, when it is traced, layers shard their arrays over this run's mesh."""
         return on_mesh(self.mesh, self.rules)(fn)
 
 
 def with_steps(run: Run) -> Run:
     """Returns `run` with its jitted functions, made from its other fields."""
     codec, fetch, update, trained = run.codec, run.states.fetch, run.computation.update, run.computation.trained
-    structure: Any = jax.tree.structure(run.abstract_state)  # its stubs lack unflatten
+    structure: Any = jax.tree.structure(run.abstract_state)  # a PyTreeDef, whose stubs lack unflatten
     evaluation = run.sharded(make_evaluation(run.objective, run.param_shardings))
 
     def step(state: Any, batch: Any, frozen: Any) -> tuple[Any, Any]:
@@ -240,7 +241,7 @@ def with_steps(run: Run) -> Run:
 
 
 def batch_shardings(objective: Objective, mesh: Mesh, rules: Rules) -> dict[str, NamedSharding]:
-    """Returns the sharding of every array in a batch of `objective` on devices."""
+    """Returns the sharding of every array that a batch for `objective` has once it is on the devices, by name."""
     return {
         name: NamedSharding(mesh, spec([_AXES.get(size) for size in field.shape], rules))
         for name, field in placed_fields(objective).items()

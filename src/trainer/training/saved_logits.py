@@ -1,4 +1,4 @@
-"""Saves the logits of a teacher for all training rows (`data.teacher_logits`)."""
+"""Saves the logits of a teacher for all training rows, in the format of `data.teacher_logits`."""
 
 import dataclasses
 import hashlib
@@ -104,7 +104,10 @@ def _summary(facts: Facts, made: int) -> str:
 
 
 def _saver(run: Run, k: int, whole: bool) -> Callable[..., dict[str, jax.Array]]:
-    """Returns the jitted function `(frozen, batch) -> the batch fields with the k largest logits`."""
+    """Returns the jitted function `(frozen, batch) -> the batch fields with the k largest logits`.
+
+    `whole`: whether all logits are returned instead, in the order of the vocabulary.
+    """
     objective: Distillation = run.objective  # type: ignore[assignment]
     teacher, temperature = objective.teacher, run.config.distill_temperature
 

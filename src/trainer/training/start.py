@@ -54,7 +54,7 @@ class Start(NamedTuple):
     frozen: Any = ()  # the arrays that the objective reads in addition to the state; see `FrozenArrays`
     base: Base | None = None  # the base model of a run with adapters
     reference: Base | None = None  # the reference model or the teacher, if the run has one
-    about: About = About()  # model information for the run's checkpoints; see `about_run`
+    about: About = About()  # the model's metadata for the run's checkpoints; see `training.about.about_run`
 
 
 def start(
@@ -187,7 +187,10 @@ def _new(run: Run, say: Say, given: Collection[str]) -> Start:
 
 
 def _weights(run: Run, load: Callable[[Config, Any], Any]) -> tuple[Any, Any]:
-    """Returns (params, rest). `load(configuration without a pipeline, wanted)` returns both as one tree."""
+    """Returns the (params, rest) that `load(config, wanted)` returns as one tree.
+
+    `load` gets a configuration without a pipeline, and the tree to load as shapes with shardings.
+    """
     rest = run.states.one.rest
     wanted = joined(_abstract(run).params, rest)
     loaded = load(unpipelined(run.config), abstract_layers(run.config, wanted))
@@ -206,12 +209,16 @@ def _frozen(run: Run, params: Any) -> dict[Path, Any]:
 
 
 def _placed(base: Base | None, config: Config, key: str = _LOADED) -> Base | None:
-    """Returns `base` with the path in the key `key`, from which it was loaded; unchanged if the key is empty."""
+    """Returns `base` with the path in the key `key`, from which it was loaded; unchanged if that key is empty."""
     return base and (base._replace(path=place_of(config[key])) if config[key] else base)
 
 
 def _base(run: Run, sidecar: Sidecar, path: Any, say: Say, given: Collection[str]) -> dict[Path, Any]:
-    """Returns the base model of the adapters in checkpoint `path`, read from its current path; {} without adapters."""
+    """Returns the base model of the adapters in checkpoint `path`; {} without adapters.
+
+    The base is loaded from load_parameters_path or, if it is empty, from the path that the checkpoint records. If the
+    checkpoint records no path, the base is the initial model.
+    """
     config = run.config
     if not run.base_names:
         return {}
@@ -222,7 +229,7 @@ def _base(run: Run, sidecar: Sidecar, path: Any, say: Say, given: Collection[str
     if place := config.load_parameters_path or sidecar.base.path:
 
         def load(own: Config, wanted: Any) -> Any:
-            own = Config({**own, "lora_restore_path": ""})  # the checkpoint contains the adapters
+            own = Config({**own, "lora_restore_path": ""})  # the adapters come from checkpoint `path`
             return load_parameters(place, own, wanted, say, given)
 
         found = _frozen(run, _weights(run, load)[0])
@@ -285,8 +292,8 @@ def _restored(run: Run, path: Any, sidecar: Sidecar, base: Mapping[Path, Any], s
 def _tree_of(run: Run, path: Any, sidecar: Sidecar, base: Mapping[Path, Any], wanted: Any, say: Say) -> Any:
     """Returns the train state in a checkpoint.
 
-    If the checkpoint contains another decoder block, the custom block that replaces it may map its own parameter names
-    to those of the old block in `PARAMETER_NAMES`.
+    The run's decoder_block may be a custom block that replaces the block in the checkpoint. If the two blocks name
+    their parameters differently, the attribute `PARAMETER_NAMES` of the custom block maps its names to the saved names.
     """
     if saved_config(sidecar, path).get("decoder_block") == run.config.decoder_block:
         return with_base(_read(run, path, without_base(wanted, base), say), wanted, base)
@@ -303,9 +310,9 @@ def _with_fresh_optimizer(run: Run, path: Any, sidecar: Sidecar, base: Mapping[P
     """Returns a state with the parameters, step and `rest` of the checkpoint, and a new optimizer state.
 
     The learning-rate schedule continues from that step. All other state of the optimizer and the update rules is reset.
-    For a DiLoCo checkpoint, these are the outer parameters, and `rest` averaged over the islands.
+    From a DiLoCo checkpoint, the outer parameters are used, and `rest` is averaged over the islands.
     """
-    at = _abstract(run).params  # with DiLoCo, the outer parameters, whose dtypes may differ
+    at = _abstract(run).params  # with DiLoCo, the outer parameters, whose dtypes may differ from the islands'
     params = jax.tree.map(lambda leaf, like: leaf.update(sharding=like.sharding), run.states.one.params, at)
     wanted = run.states.one._replace(params=params, opt_state=None)
     if count := islands_of(saved_config(sidecar, path)):
@@ -321,13 +328,14 @@ def _abstract(run: Run) -> Any:
 
 def _check_data(run: Run, dataset: Dataset, sidecar: Sidecar, path: Any) -> None:
     share = share_of_rows(run.batch_shardings["row"], run.rows)
-    # Opened once here, so that a mismatch is reported before anything is compiled.
+    # Open the stream once, so that a mismatch is reported before anything is compiled.
     try:
         dataset.train_stream(sidecar.position, rows=run.rows, **share).close()
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
     if sidecar.fingerprint != dataset.fingerprint:
         raise UserError(
-            f"{path} was trained on other data or with another tokenizer: {sidecar.fingerprint[:12]} there, "
-            f"{dataset.fingerprint[:12]} here; give the settings and files of that run, or start a new run"
+            f"{path} was trained on different data or with a different tokenizer: the fingerprint of data and "
+            f"tokenizer is {sidecar.fingerprint[:12]} in the checkpoint and {dataset.fingerprint[:12]} in this run; "
+            "use the settings and files of the checkpoint's run, or start a new run"
         )

@@ -32,11 +32,12 @@ Batch = dict[str, jax.Array]
 
 
 class Gradients(NamedTuple):
-    """The loss, means and gradients of one batch. A mean is a sum divided by its term's weight; NaN for weight 0."""
+    """The loss, means and gradients of one batch. A mean is a term's sum divided by the term's weight, or
+    NaN if the weight is 0."""
 
     loss: jax.Array
     means: dict[str, jax.Array]  # the terms of the loss, and terms that are only measured
-    tokens: jax.Array  # number of loss-bearing tokens, int32
+    tokens: jax.Array  # number of tokens that contribute to the loss, int32
     sown: Sown
     grads: Any  # gradients of the trained parameters, in grad_dtype; None for the others
 
@@ -50,7 +51,7 @@ def make_gradients(
 ) -> Callable[..., Gradients]:
     """Returns `gradients(tree, batch, frozen=())`, the first half of a training step.
 
-    It processes one microbatch at a time, and captures sown values of the types `capture`.
+    It processes one microbatch at a time, and captures the sown values whose types are in `capture`.
 
     A batch may consist of fewer microbatches than configured. Gradients are summed in float32 and then cast to
     `grad_dtype`. Parameters are resharded from storage to compute sharding once, at entry. The gradients of each
@@ -103,7 +104,7 @@ def _mean(total: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def dropout_key(config: Config, step: jax.Array) -> jax.Array | None:
-    """Returns the key of all dropout and stochastic rounding in update `step`; None if there is neither."""
+    """Returns the key of all dropout and stochastic rounding in update `step`; None if `config` uses neither."""
     if not has_dropout(config) and not rounds(config):
         return None
     return jax.random.fold_in(seed_key(config.init_weights_seed, DROPOUT), step)
@@ -123,7 +124,7 @@ def make_update(
     in addition to the train state (`objectives.Frozen`); () if there are none. For the metrics, see `_make_metrics`.
 
     Args:
-      config: resolved.
+      config: the resolved configuration.
       tx: the optimizer, whose state includes the state of `rules` (`optim.with_rules`). It receives the gradients in
         `grad_dtype`.
       objective: the objective to minimize.
@@ -159,12 +160,14 @@ def make_update(
 def _make_metrics(
     config: Config, maxima: Sequence[str], rules: Sequence[Rule], axes: Any
 ) -> tuple[tuple[type, ...], Callable[..., dict[str, jax.Array]]]:
-    """Returns the types of sown values that are metrics, and `metrics(old, new, found, grad_norm, skipped, updates)`,
-    which returns
-    - float32 means over the whole batch, the gradient norm and the learning rate;
-    - int32 `tokens`; `skipped`, 1 if the update is skipped because a rule has a reason, or because the loss or a
-      gradient is not finite (as in a batch without loss-bearing tokens); the reasons of each rule, 0 or 1; `finite`, 1
-      if the new state is finite;
+    """Returns the types of the sown values from which metrics are computed, and a function
+    `metrics(old, new, found, grad_norm, skipped, updates)`, which returns
+    - float32: the means over the whole batch, the gradient norm and the learning rate;
+    - int32 `tokens`: the number of tokens that contribute to the loss;
+    - int32 `skipped`: 1 if the update is skipped because a rule requires it, or because the loss or a gradient is not
+      finite (for example, because no token of the batch contributes to the loss), otherwise 0;
+    - int32, for each reason for which a rule may require a skip: 1 if the reason applies, otherwise 0;
+    - int32 `finite`: 1 if the new state is finite, otherwise 0;
     - `lost_updates`, if trained bfloat16 parameters are rounded to the nearest number;
     - activation statistics [layers], if they are recorded, and parameter metrics, see `_every`;
     - with experts, router metrics, see `router_metrics`.
@@ -198,8 +201,10 @@ def _make_metrics(
 def _sown_metrics(
     config: Config, maxima: Sequence[str]
 ) -> tuple[tuple[type, ...], Callable[[Sown], dict[str, jax.Array]]]:
-    """Returns the types of sown values that are metrics, and the function that computes metrics from their sums.
-    `maxima`: see `Objective`."""
+    """Returns the types of the sown values from which metrics are computed, and the function that computes them.
+
+    `maxima`: see `Objective`.
+    """
     recorded: tuple[type, ...] = (Total,) if config.record_internal_nn_metrics else ()
     largest: tuple[type, ...] = (Maximum,) if maxima else ()
     routers: tuple[type, ...] = (RouterCount,) if has_experts(config) else ()
@@ -245,7 +250,7 @@ def _in_storage(grad: jax.Array, at: NamedSharding) -> jax.Array:
 
 
 def _held(grads: Any, dtype: jnp.dtype) -> Any:
-    """Casts float32 gradients to `dtype`. Without the barrier, XLA may remove the cast, which a later cast reverses."""
+    """Casts float32 gradients to `dtype`. Without the barrier, XLA may remove this cast and a later inverse cast."""
     if dtype == jnp.float32:
         return grads
     return jax.lax.optimization_barrier(jax.tree.map(lambda grad: grad.astype(dtype), grads))

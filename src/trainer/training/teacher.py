@@ -28,7 +28,8 @@ def make_teacher(config: Config, devices: Sequence[jax.Device], rules: Rules) ->
       rules: the student's sharding rules.
 
     Raises:
-      UserError: `config` does not contain the teacher's keys (`weights.teacher_files`), or they do not fit the mesh.
+      UserError: `config` does not contain the teacher's keys (`weights.teacher_files`), or the teacher does not
+        fit the mesh or the student.
     """
     if config.teacher_logits_path:
         return _saved(config), rules

@@ -1,4 +1,4 @@
-"""Reads and writes the files with a model's metadata (`leaves.about.About`) in its folder."""
+"""Reads and writes the files in a model's folder that contain its metadata (`leaves.about.About`)."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +15,7 @@ _BOS, _END, _PAD = TOKENS
 
 
 def about_in(folder: Any, fields: Mapping[str, Any] | None = None) -> About:
-    """Returns the `About` in the files of `folder`, a path on this machine or in a bucket.
+    """Returns the metadata in the files of `folder`, a path on this machine or in a bucket.
 
     Args:
       fields: the fields of the folder's config.json; by default, the content of its huggingface.json.
@@ -37,7 +37,7 @@ def about_in(folder: Any, fields: Mapping[str, Any] | None = None) -> About:
 
 
 def about_tokenizer(bos: int | None, eos: int | None) -> About:
-    """Returns the `About` of a model without other metadata, from its tokenizer's tokens `bos` and `eos`."""
+    """Returns the metadata of a model of which only the tokenizer's tokens `bos` and `eos` are known."""
     said = {_BOS: bos, _END: eos}
     return About({**said, _PAD: None}, {name: token for name, token in said.items() if token is not None})
 

@@ -35,8 +35,8 @@ class Adapters(Protocol):
 
     Attributes:
       path, kind, tokenizer, about, averaged: see `Source`.
-      origin: the base parameters of the adapters; without digests, if the checkpoint has none.
-      described: the model's keys in the checkpoint; {} if it has none.
+      origin: the base parameters of the adapters; its digests are empty if the checkpoint stores no digests.
+      described: the configuration keys of the model that the checkpoint stores; {} if it stores none.
     """
 
     path: Path
@@ -48,14 +48,14 @@ class Adapters(Protocol):
     described: Mapping[str, Any]
 
     def lora_keys(self, config: Config) -> Mapping[str, Any]:
-        """Returns the LoRA keys that give a model of `config` (resolved) these adapters and the same trained
-        parameters."""
+        """Returns the LoRA keys with which a model of the resolved `config` has these adapters, and trains the same
+        parameters as the checkpoint's model."""
 
     def leaves(self, config: Config, shapes: Shapes) -> dict[str, Leaf]:
         """Returns the trained leaves: adapters and other parameters.
 
         Args:
-          config: resolved, with `lora_keys`.
+          config: the resolved configuration, including `lora_keys`.
           shapes: the shapes of all weights of a model of `config`.
 
         Raises:
@@ -154,9 +154,9 @@ class WithAdapters:
 
 
 def _keys_of_merged(base: Source, run: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the keys of the merged model: the keys of `run` or, if it is empty, of the base. The keys of quantized
-    storage are omitted, because merged weights are floats. The number of modules for multi-token prediction is always
-    the base's."""
+    """Returns the keys of the merged model: `run`, the keys in the adapters' checkpoint, or the base's keys if `run` is
+    empty. The keys of quantized storage are omitted, because merged weights are floats. The number of modules for
+    multi-token prediction is always the base's."""
     own = {name: value for name, value in (run or base.keys).items() if name not in OF_STORED}
     return own | ({MODULES: base.keys[MODULES]} if MODULES in own.keys() & base.keys.keys() else {})
 
@@ -164,8 +164,8 @@ def _keys_of_merged(base: Source, run: Mapping[str, Any]) -> Mapping[str, Any]:
 def _merged(kernel: Leaf, a: Leaf, b: Leaf, scale: float, store: Callable[[jax.Array], Any] | None) -> Leaf:
     """Returns the leaf of `kernel` + `scale` x a b, added in float32.
 
-    `store`: under QLoRA, quantizes the kernel. The adapter is then added to the dequantized values, on which it was
-    trained.
+    `store`: with QLoRA, the function that quantizes the kernel; otherwise None. With QLoRA, the adapter was trained on
+    the dequantized values of the quantized kernel, so it is added to them.
     """
     held: list[Any] = []  # the factors a and b, which are small enough to keep in memory
 
@@ -205,7 +205,7 @@ def _merged(kernel: Leaf, a: Leaf, b: Leaf, scale: float, store: Callable[[jax.A
 
 
 class Initial:
-    """A `Source`: the initial parameters of a run that loaded none."""
+    """A `Source`: the initial parameters of a run that loaded no parameters."""
 
     def __init__(self, run: RunAdapters, draw: Callable[[Config], Mapping[str, jax.Array]]):
         """`draw`: returns the initial weights, by name, of a model of a resolved configuration."""

@@ -1,4 +1,4 @@
-"""Describes the contents of a checkpoint of any kind for users: `contents_of`."""
+"""Describes the contents of checkpoints of any kind to users."""
 
 import functools
 import math
@@ -36,7 +36,8 @@ class Tensor:
     """One array of a checkpoint.
 
     Attributes:
-      part: the checkpoint's part: params, opt_state, step, ...; with DiLoCo also inner_state, the islands' states.
+      part: the part of the checkpoint: params, opt_state, step, ... With DiLoCo, the parts of the islands' states begin
+        with inner_state/.
       name: the canonical name of a parameter; for other arrays, the path below `part`.
       dtype: the NumPy name; several names joined by + if layers are stored in several dtypes.
       read: yields the values in one or more parts; the layers of a stack are in order.
@@ -75,7 +76,7 @@ class Contents:
       kind: a description in words.
       step: the number of updates; None if the checkpoint does not record it.
       keys: the configuration keys in the checkpoint.
-      verified: whether checksums were compared; None if the checkpoint has none.
+      verified: whether checksums were compared; None if the checkpoint has no checksums.
       position: the position in the data, JSON; None if the checkpoint does not record it.
       fingerprint: the fingerprint of the data and the tokenizer.
       tokenizer: names of the tokenizer's files.
@@ -95,7 +96,7 @@ class Contents:
 
 
 def contents_of(path: str, *, verify: bool = True) -> Contents:
-    """Returns the contents of the checkpoint at `path`. Recognizes the kind of checkpoint like `open_source`.
+    """Returns the contents of the checkpoint at `path`. Recognizes its kind as `open_source` does.
 
     Args:
       path: a run's folder, checkpoints/N, a parameter-only checkpoint, a MaxText checkpoint, a Hugging Face directory,

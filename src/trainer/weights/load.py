@@ -1,4 +1,4 @@
-"""Loads the parameters of a checkpoint onto the devices: load_parameters_path and lora_restore_path."""
+"""Loads parameters onto the devices: a checkpoint's, and adapters from lora_restore_path."""
 
 import re
 import time
@@ -22,17 +22,18 @@ from trainer.weights.open import open_adapters, open_source
 from trainer.weights.placing import place, place_quantized
 from trainer.weights.stored import OnLoad, quantized_on_load
 
-_SHORT = 2.0  # loading that takes longer is reported
-_MOST_PATHS = 12  # paths in a line
-_LONGEST = 2048  # the default of max_target_length, if the checkpoint's model supports longer texts
+_SHORT = 2.0  # seconds; loading that takes longer is reported
+_MOST_PATHS = 12  # the maximum number of paths in a message
+_LONGEST = 2048  # the largest default of max_target_length for generation
 
 
 def of_checkpoint(model_path: str, words: Sequence[str], weights: str | None = None) -> tuple[Loaded, bool]:
-    """Returns the configuration for generation with the model at `model_path`, and whether to load averages.
+    """Returns the configuration for generation with the model at `model_path`, and whether to load averaged
+    parameters.
 
     Args:
       words: further arguments, KEY=VALUE.
-      weights: raw or ema; None: ema for a run with `ema_decay`.
+      weights: "raw", or "ema" for averaged parameters; None: "ema" if the checkpoint contains averages (`ema_decay`).
 
     Raises:
       UserError: the checkpoint does not contain the model's keys, or `words` contradict them.
@@ -49,7 +50,7 @@ def of_checkpoint(model_path: str, words: Sequence[str], weights: str | None = N
     own = [f"load_parameters_path={model_path}"]
     if "max_target_length" not in given and source.length is not None:
         own.append(f"max_target_length={min(source.length, _LONGEST)}")
-    # Loading the parameters prints the same lines.
+    # Prints nothing, because loading the parameters prints the same lines.
     loaded = load_model_keys(source.keys, [*own, *words], str(source.path), say=lambda line: None)
     return loaded, source.averaged if weights is None else weights == "ema"
 
@@ -66,14 +67,14 @@ def load_parameters(
     """Loads the weights at `path` onto the devices, and adapters from lora_restore_path. Missing optional weights
     (`models.optional`) get their initial values, drawn from `init_weights_seed`.
 
-    A host's memory contains only one device's slice of one layer of one parameter at a time; for an Orbax tree, all
-    chunks of one parameter that overlap its devices' slices.
+    At any time, a host's memory contains only one device's slice of one layer of one parameter. For an Orbax tree, it
+    contains all chunks of one parameter that overlap the slices of the host's devices.
 
     Args:
       path: see `open_source`.
       config: resolved; the checkpoint must have the same model.
-      abstract: the weights that the model needs (`source.joined`): a ShapeDtypeStruct with a sharding at each leaf.
-      say: receives one line if loading takes long, one for each allowed difference, and two if weights are missing.
+      abstract: the weights that the model needs (`leaves.source.joined`), as ShapeDtypeStructs with shardings.
+      say: prints a line: notes of the source, allowed differences, missing weights, and the time if loading takes long.
       given: keys of the command line, which may change how the checkpoint's parameters are used; see `model_keys.FREE`.
       average: see `open_source`.
 
@@ -141,7 +142,7 @@ def initial_parameters(config: Config, abstract: Any) -> Any:
     `load_parameters`.
 
     Raises:
-      UserError: the adapters are for other parameters.
+      UserError: the adapters belong to other weights than these initial ones.
     """
     adapters = open_adapters(config.lora_restore_path, verify=False)
     if adapters.origin.path or not adapters.origin.digests:
@@ -183,7 +184,7 @@ def _listed(paths: Collection[str]) -> str:
 
 
 def _initial(config: Config, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """Returns the initial values of these weights, as a run without a checkpoint draws them."""
+    """Returns the initial values of the weights `wanted`, as a run without a checkpoint draws them."""
     if not wanted:
         return {}
 

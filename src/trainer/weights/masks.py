@@ -1,4 +1,4 @@
-"""Applies masks to weights, for formats without masks."""
+"""The masks of sparse weights: checks that a checkpoint has them, and applies them for formats without masks."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -13,15 +13,15 @@ from trainer.models.matrices import masked_kernels
 
 
 def masks_of(config: Config) -> dict[str, str]:
-    """Returns the canonical names of the masks in a model of `config`, each with the name of its kernel."""
+    """Maps the canonical names of the masks in a model of `config` to the names of the kernels that they mask."""
     return {mask_name(kernel): kernel.name for kernel in masked_kernels(config)}
 
 
 def check_masks(config: Config, source: Source, shapes: Shapes) -> None:
-    """Checks that `source` has the masks that a model of `config` needs, whose weights have `shapes`.
+    """Checks that `source` has masks if a model of `config` needs them. `shapes`: the shapes of the model's weights.
 
     Raises:
-      UserError: `source` has none; the message lists the keys that require masks.
+      UserError: `source` has no masks; the message lists the keys that require masks.
     """
     masks = {name: shapes[name] for name in masks_of(config)}
     if masks and not source.held(config, masks):
@@ -29,8 +29,8 @@ def check_masks(config: Config, source: Source, shapes: Shapes) -> None:
 
 
 def with_zeros(config: Config, leaves: Mapping[str, Leaf]) -> dict[str, Leaf]:
-    """Returns the weights `leaves` of a model of `config` without masks, and with zeros where weight sparsity masks
-    weights. The result is only for writing."""
+    """Returns the weights `leaves` of a model of `config` with masked weights set to 0, and without the masks. The
+    result can be written, but not placed on devices."""
     found = dict(leaves)
     for mask, kernel in masks_of(config).items():
         (of_mask,), leaf = found.pop(mask).parts, leaves[kernel]

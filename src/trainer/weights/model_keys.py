@@ -87,7 +87,7 @@ MODEL = {
 
 
 def described(config: Config) -> dict[str, Any]:
-    """Returns the keys of `config`, resolved, that define how its parameters are used. Omits keys without effect."""
+    """Returns the keys of the resolved `config` that define how its parameters are used. Omits keys without effect."""
     names = [*_ALWAYS, *_OF_ROPE[config.rope_type], *(_OF_EXPERTS if has_experts(config) else _OF_MLP)]
     names += [name for name in _SELDOM if _value(config, name) != _SELDOM[name]]
     names += LATENT if is_latent(config) else _OF_HEADS
@@ -102,7 +102,7 @@ def described(config: Config) -> dict[str, Any]:
         names += _OF_MLP
     if reads(config, "norm_topk_prob"):
         names.append("norm_topk_prob")
-    unknown = facts_of(config) is None  # an unknown family may read them
+    unknown = facts_of(config) is None  # the blocks of an unknown family may read these keys
     names += [
         name
         for name in (PATTERN, *BLOCK_KEYS)
@@ -130,13 +130,14 @@ def _value(config: Config, name: str) -> Any:
 def check_same_model(
     keys: Mapping[str, Any], config: Config, where: str, given: Collection[str] = (), say: Callable[[str], Any] = print
 ) -> None:
-    """Compares the description of a checkpoint's model with the resolved configuration `config`.
+    """Compares a checkpoint's model keys (`described`) with the resolved configuration `config`.
 
     Keys in both `given` and `FREE` may differ; `say` receives a line for each. With rope_type=yarn, for example, a user
     extends the context of a model that was trained without YaRN. Keys that depend on such a key are not compared.
     Quantized weights can be read as floats: without checkpoint_is_quantized, their storage format is not compared.
-    `decoder_block` may differ if the family of `config` loads parameters of the other family (`families.loads_from`),
-    and all keys that either family is known to read have equal values; `say` receives a line for this.
+    `decoder_block` may differ if the family of `config` loads parameters of the checkpoint's family
+    (`families.loads_from`), and all keys that either family is known to read have equal values; `say` receives a line
+    for this.
 
     Raises:
       UserError: lists every other key that differs, with the checkpoint's value.
@@ -152,7 +153,7 @@ def check_same_model(
     if other := trained != block and loads_from(block, trained):
         ours |= {name: _value(config, name) for name in keys.keys() - ours.keys()} | {"decoder_block": trained}
     free = FREE.intersection(given)
-    if keys and not other:  # a description omits keys with these values
+    if keys and not other:  # `described` omits keys with these values
         keys = {name: _SELDOM[name] for name in _SCORES if name in ours} | dict(keys)
     counting = [name for name in _BELOW if name in free and name in keys and ours[name] != keys[name]]
     # rope_interleave is not compared: the columns of queries and keys are reordered as needed.
@@ -230,7 +231,9 @@ def load_model_keys(
 
 
 def check_words(keys: Mapping[str, Any], words: Sequence[str], config: Config, where: str) -> None:
-    """Checks that each of `words` has an effect, and that a model is defined. `config` is `model_config` of `words`.
+    """Checks that each argument in `words` has an effect, and that `keys` and `words` define a model.
+
+    `config`: the result of `model_config` for `keys` and `words`.
 
     Raises:
       UserError: an argument is not a model key, or has no effect on this model; or nothing defines the model.
@@ -257,13 +260,14 @@ def check_words(keys: Mapping[str, Any], words: Sequence[str], config: Config, w
 
 
 def model_yaml(config: Config) -> str:
-    """Returns a YAML file with the model's keys of `config`, resolved, and no other keys."""
+    """Returns the text of a YAML file that contains only the model's keys of the resolved `config`."""
     keys = described(config) | {"rope_interleave": config.rope_interleave}
     return "\n".join(["base_config: base.yml", *(f"{name}: {to_flow(value)}" for name, value in keys.items()), ""])
 
 
 def read_model_yaml(path: Path) -> tuple[dict[str, Any], int | None]:
-    """Reads the model's keys from a configuration next to a checkpoint. Its data, mesh and platform may be absent.
+    """Reads the model's keys from a configuration next to a checkpoint. The data and the devices that the configuration
+    names may be absent.
 
     Returns:
       The keys of `described` and `rope_interleave`; and the sequence length of training, if the file states it.
@@ -283,7 +287,8 @@ def read_model_yaml(path: Path) -> tuple[dict[str, Any], int | None]:
 
 
 def resolved_alone(words: Sequence[str], where: str = COMMAND_LINE) -> Any:
-    """Returns the configuration of `words`, resolved for one device, without data. Imports no code in `words`."""
+    """Returns the configuration that the arguments `words` define, resolved for one device, without data. Does not
+    import the code that `words` name."""
     defaults = without_rows(words)
     loaded = load(["base.yml", "dataset_type=synthetic", *words], where, imports=False, defaults=defaults)
     return resolve(loaded.config, device_count=1, platform="cpu")

@@ -1,4 +1,4 @@
-"""Commands without a model use the model of the checkpoint at load_parameters_path."""
+"""For a command that does not define a model, reads the model from the checkpoint at load_parameters_path."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,12 +36,12 @@ _ADAPTERS = (
     "lora_module_path",
     "trainable_parameters_mask",
 )  # taken from lora_restore_path if the user gives none of them
-_SHOWN = ("decoder_block", "base_num_decoder_layers", "base_emb_dim", "vocab_size")  # in the line about the model
+_SHOWN = ("decoder_block", "base_num_decoder_layers", "base_emb_dim", "vocab_size")  # named in the line about the model
 
 
 def with_model(begun: Begun) -> Loaded:
-    """Returns the configuration of `begun`, with the model at `begun.path`, and the teacher's keys. Every process must
-    call this before any other function that waits for other processes.
+    """Returns the configuration of `begun`, completed with the keys of the model at `begun.path` and of the teacher.
+    Every process must call this before any other function that waits for other processes.
 
     A run with a name and a checkpoint continues from the checkpoint, so it uses the checkpoint's model, and
     load_parameters_path is not read. A run without a name continues from its checkpoint only if
@@ -93,7 +93,8 @@ def _with_model(begun: Begun) -> Loaded:
 
 
 def _adapters(begun: Begun, model: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keys of the adapters at lora_restore_path; {} without LoRA, or if the user gives such keys."""
+    """Returns the keys of the adapters at lora_restore_path; {} without LoRA, or if the user gives any of
+    `_ADAPTERS`."""
     if not _describes_adapters(begun):
         return {}
     keys = open_adapters(begun.config.lora_restore_path, verify=False).lora_keys(resolved_alone(as_words(model)))
@@ -143,8 +144,8 @@ def keys_of_run(path: str) -> Mapping[str, Any]:
 
 
 def own_run(config: Config, path: str) -> tuple[Mapping[str, Any], Any] | None:
-    """Returns the keys in the newest checkpoint of the run that this command continues, and the checkpoint; None
-    without one. A command without a run name continues the run that started from `path`.
+    """Returns (keys, checkpoint) for the newest checkpoint of the run that this command continues; None if there is no
+    such checkpoint. A command without a run name continues the run that started from `path`.
 
     Raises:
       UserError: the keys cannot be read.
@@ -174,7 +175,7 @@ def _of_saved(saved: Mapping[str, Any], checkpoint: Any, begun: Begun) -> Descri
     kept = {*MODEL, *(() if "tokenizer_path" in begun.given else ("tokenizer_path",)), "tokenizer_type"}.difference(
         OF_STORED, begun.given
     )
-    # Earlier versions had other defaults; a run keeps its original defaults.
+    # Earlier versions had other defaults for these keys; a run keeps its original defaults.
     kept |= {name for defaults in FROM_A_MODEL.values() for name in defaults}.difference(begun.given)
     kept |= {*_ADAPTERS} if _describes_adapters(begun) else set()
     keys = {name: value for name, value in saved.items() if name in kept}

@@ -40,10 +40,10 @@ def open_source(
 
     Args:
       path: a path on this machine, or a run in a bucket.
-      decoder_block: the family that the user names, if any. The family's facts are imported, because they determine the
-        keys on which its parameters depend.
+      decoder_block: the family that the user names, if any. The family's `facts` module is imported, because it
+        determines the keys on which the parameters depend.
       average: whether to read the parameter average (`ema_decay`), which only checkpoints of runs have.
-      base: for an adapter checkpoint, the current path of the base parameters; by default, the original path.
+      base: for an adapter checkpoint, the current path of the base parameters; by default, their path during training.
       verify: whether to compare the checksums of a run's checkpoint. This reads the complete checkpoint, and all
         processes wait for each other.
 
@@ -84,7 +84,8 @@ def open_source(
 
 
 def _maxtexts_tree(folder: Path) -> Path | None:
-    """Returns the parameter tree of a MaxText checkpoint, or of the newest one in a run's folder; None without one."""
+    """Returns the folder of a MaxText checkpoint's parameter tree; None if `folder` is not MaxText's. `folder` may be
+    the tree, a checkpoint, or a run, of which the newest checkpoint is used."""
     if (folder / "_METADATA").is_file():
         return folder
     for checkpoint in (folder, *(found[-1] for found in map(committed, (folder, folder / CHECKPOINTS)) if found)):
@@ -94,7 +95,7 @@ def _maxtexts_tree(folder: Path) -> Path | None:
 
 
 def open_adapters(path: str, *, average: bool | None = False, verify: bool = True) -> "RunAdapters | PeftSource":
-    """Opens the adapters at `path`: a run's folder, one of its checkpoints/N, or a folder of PEFT.
+    """Opens the adapters at `path`: a run's folder, one of its checkpoints/N, or a PEFT folder.
 
     Args:
       average: whether to read averages (`ema_decay`); None: yes if there are any.
@@ -166,8 +167,11 @@ def _of_run(
 
 
 def _about_start(sidecar: Sidecar, checkpoint: Any, own: About) -> tuple[About, str]:
-    """Returns the `About` of the folder from which a run began, and a line about its
-    source. For runs saved without an `About`."""
+    """Returns an `About` for a run that was saved without one, and a line about its source.
+
+    The `About` is that of the folder from which the run began, or `own` if the folder cannot be read. The line is "" if
+    the run began without such a folder.
+    """
     place, begun = saved_config(sidecar, checkpoint).get("load_parameters_path", ""), "its tokenizer"
     if not place:
         return own, ""
@@ -181,7 +185,7 @@ def _about_start(sidecar: Sidecar, checkpoint: Any, own: About) -> tuple[About, 
 
 
 def weight_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Returns the canonical names of a model's weights (`source.joined`) with their shapes. Nothing is allocated."""
+    """Returns the shapes of a model's weights (`leaves.source.joined`), by canonical name. Nothing is allocated."""
     return weights_of(make_model(config))[0]
 
 

@@ -11,12 +11,12 @@ import numpy as np
 from trainer.leaves.source import Leaf, Tick, names_of, nested, resharded
 
 SMALL = 1 << 20  # bytes; layers of smaller leaves are assembled on the host, without compilation
-# Takes the shardings of the parts, and returns a function that converts some layers of a leaf to their parts.
+# Takes the shardings of a leaf's parts, and returns a function that converts some layers of the leaf to these parts.
 Convert = Callable[[Mapping[str, Any]], Callable[[jax.Array], Mapping[str, jax.Array]]]
 
 
 def place(leaf: Leaf, abstract: jax.ShapeDtypeStruct, tick: Tick) -> jax.Array:
-    """Returns the leaf on the devices, with dtype and sharding of `abstract`."""
+    """Returns the leaf on the devices, with the dtype and the sharding of `abstract`."""
     (array,) = _assembled(leaf, abstract, {"": abstract}, lambda shardings: lambda value: {"": value}, tick).values()
     return array
 
@@ -24,11 +24,11 @@ def place(leaf: Leaf, abstract: jax.ShapeDtypeStruct, tick: Tick) -> jax.Array:
 def place_quantized(
     name: str, leaf: Leaf, parts: Mapping[str, jax.ShapeDtypeStruct], store: Callable[[jax.Array], Any], tick: Tick
 ) -> dict[str, jax.Array]:
-    """Returns the stored parts of the kernel `name`, by name (`names_of`), quantized layer by layer.
+    """Quantizes the kernel `name` layer by layer, and returns its stored parts, by the parts' names (`names_of`).
 
     Args:
       leaf: the float kernel.
-      parts: shapes with shardings. Each part has the kernel's axes.
+      parts: the shapes and shardings of the stored parts. Each part has the kernel's axes.
       store: converts a kernel, or some of its layers, to stored form.
     """
     like = next(iter(parts.values()))
@@ -74,7 +74,7 @@ def _assembled(
         for name, part in parts.items()
     }
     for i, put in enumerate(leaf.puts):
-        # Wait before the next part is read, to free this part's host memory.
+        # Wait before the next layers are read, to free the host memory of these layers.
         for name, part in jax.block_until_ready(dict(converted(put(layer)))).items():
             arrays[name] = _with_part(arrays[name], part, i * part.shape[0])
         tick(leaf.nbytes // count)

@@ -1,4 +1,4 @@
-"""Quantized weights in a checkpoint: read in stored form, or dequantized."""
+"""Weights that a checkpoint stores quantized, and their conversion from and to floats."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -65,18 +65,18 @@ def quantized_on_load(config: Config) -> dict[str, OnLoad]:
 
 
 def with_storage(config: Config, keys: Mapping[str, Any]) -> Any:
-    """Returns `config`, resolved, with the storage format of weights in `keys`."""
+    """Returns the resolved `config` with the weights' storage format (`OF_STORED`) that `keys` define."""
     said = {name: keys[name] for name in OF_STORED if name in keys}
     return Config(dict(config.items()) | said)
 
 
 def as_floats(config: Config, kernels: Mapping[str, Any], leaves: Mapping[str, Leaf], heads: Mapping[str, int]) -> Any:
-    """Returns the leaves of a float model, given those of a model that stores `kernels` quantized.
+    """Returns the leaves of a float model, given the leaves of a model that stores `kernels` quantized.
 
     Args:
       config: resolved.
-      leaves: all leaves. The leaf of a kernel's part is read completely, with all layers.
-      heads: the kernels whose heads have a different order, with the number of entries of a head.
+      leaves: all leaves of the quantized model. All layers of a kernel's parts are read at once.
+      heads: the number of entries of a head, by the name of each kernel whose heads must be reordered.
     """
     found = dict(leaves)
     for name, kernel in kernels.items():
@@ -118,7 +118,7 @@ def _float_leaf(name: str, kernel: Any, parts: Mapping[str, Leaf], stacked: bool
     )
 
 
-# Kernels with equal shapes share a program.
+# Kernels with equal shapes share a compiled program.
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _floats(one: Any, head: int, pairs: bool) -> jax.Array:
     return reordered(dequantize(one, jnp.dtype(jnp.float32)), head, pairs=pairs)
@@ -137,7 +137,7 @@ def as_stored(
     Args:
       config: resolved.
       quantize: converts one layer of a kernel to stored form, given the kernel's canonical name and float values.
-      made: returns the parts of a kernel that is already quantized; {} for others.
+      made: returns the parts of a kernel that is already quantized, given its canonical name; {} for other kernels.
     """
     found: dict[str, Leaf] = {}
     for name, leaf in leaves.items():
@@ -179,6 +179,6 @@ class _Made:
 
 
 def with_arrays(name: str, kernel: Any, arrays: Mapping[str, Any]) -> Any:
-    """Returns the pytree `kernel` with its leaves replaced by `arrays`; leaf names (`names_of`) begin with `name`."""
+    """Returns the pytree `kernel` with its leaves replaced by `arrays`, whose keys (`names_of`) begin with `name`."""
     tree = filled(nested({name: kernel}), arrays)
     return functools.reduce(lambda node, key: node[key], name.split("/"), tree)

@@ -24,9 +24,9 @@ from trainer.weights.model_keys import MODEL, load_model_keys
 from trainer.weights.open import open_source
 
 _PRESET = "teacher_overrides={model_name: NAME}"
-_MODULES = "mtp_num_layers"  # the student learns nothing from modules of multi-token prediction
+_MODULES = "mtp_num_layers"  # the student learns nothing from the teacher's multi-token prediction modules
 _ALWAYS = ("decoder_block", "vocab_size")
-# Shared keys with which the teacher's model is checked here. Other shared keys require the devices.
+# The keys of the student that the check of the teacher's model uses. Other shared keys require the devices.
 _CHECKED = (*FLAGS, "max_target_length", "packing", "batch_invariant")
 
 
@@ -72,11 +72,15 @@ def _keys_of_logits(config: Config) -> dict[str, Any]:
         here["distill_temperature"] = (facts.temperature, config.distill_temperature)
         here["distill_temperature_schedule"] = ("constant", config.distill_temperature_schedule)
     tokens = facts.tokens
-    if facts.whole:  # the logits of any number of tokens can be compared
+    if facts.whole:  # all logits were saved, so those of any number of tokens can be compared
         tokens = min(config.vocab_size, facts.vocab_size if shared < 0 else shared)
     elif shared >= 0 or config.vocab_size < tokens:
         here["distill_vocab_size"] = (tokens, min(config.vocab_size, shared if shared >= 0 else tokens))
-    if wrong := [f"{key} is {there} there and {now} here" for key, (there, now) in here.items() if there != now]:
+    if wrong := [
+        f"{key} is {there} in the saved logits and {now} in this run"
+        for key, (there, now) in here.items()
+        if there != now
+    ]:
         raise UserError(f"teacher_logits_path={config.teacher_logits_path}: {'; '.join(wrong)}")
     model = {"vocab_size": facts.vocab_size, "dtype": facts.dtype}
     return {"teacher_overrides": model, "teacher_logits_k": facts.k, "distill_vocab_size": tokens}
@@ -117,8 +121,10 @@ def keys_of_tokenizers(loaded: Loaded, say: Callable[[str], None]) -> dict[str, 
 
 
 def load_teacher(path: str, config: Config, abstract: Any, say: Callable[[str], None]) -> dict[str, Any]:
-    """Returns the weights of the teacher, whose resolved configuration is `config`, in the two parts of `abstract`.
-    `abstract`: shapes with shardings."""
+    """Returns the weights of the teacher at `path`, divided into the two entries of `abstract` (PARAMS and REST).
+
+    `config`: the teacher's resolved configuration. `abstract`: the shapes and shardings of the weights.
+    """
     averaged = open_source(path, config.decoder_block, verify=False).averaged  # for a run with ema_decay
     wanted, name = joined(abstract[PARAMS], abstract[REST]), f"{path}: the teacher"
     weights = load_parameters(path, config, wanted, lambda line: say(f"{name}: {line}"), {_MODULES}, average=averaged)

@@ -142,7 +142,7 @@ def test_neutral_values_and_harmless_keys_are_one_line_each_kind():
         ("rl.max_concurrency=4", "rl.max_concurrency=4 (command line): not supported yet"),
         ("managed_mldiagnostics=true", "not supported (only false is accepted)"),
         ("num_heads=8", "not supported; instead: base_num_query_heads and base_num_kv_heads"),
-        ("warmup_steps=100", "not supported; instead: warmup_steps_fraction, the share of the steps"),
+        ("warmup_steps=100", "not supported; instead: warmup_steps_fraction, a share of the schedule"),
         ("use_manual_quantization=true", "not supported yet (only false is accepted); leave it out; "),
         ("quantization=te_fp8_currentscaling", "nanoo_fp8, nf4; TransformerEngine is not used; fp8_gpu"),
         ("mesh_axes=[data]", "instead: ici_* and dcn_* keys"),

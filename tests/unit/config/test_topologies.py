@@ -81,7 +81,7 @@ def test_simulated_devices_lie_in_no_slices():
 
 
 def test_a_step_for_gpus_is_not_saved():
-    with pytest.raises(UserError, match="compiled for GPUs without a GPU is not saved: loading such a step"):
+    with pytest.raises(UserError, match="compiled ahead of time for GPUs is not saved: loading such a step"):
         load(["compile_topology=h100-8", "compiled_trainstep_file=step"])
     load(["compile_topology=h100-8"])
 

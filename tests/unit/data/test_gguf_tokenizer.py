@@ -69,7 +69,7 @@ def test_every_name_of_words_means_one_way():
         ({"model": "bert"}, "tokenizer.ggml.model=bert: tokenizers of this kind are not supported"),
         ({"tokens": []}, "has no tokens"),
         ({"tokens": ["a", "a"], "token_type": [1, 1]}, "two equal tokens"),
-        ({"bos_token_id": 5000}, "bos_token_id=5000, but it has 903 tokens"),
+        ({"bos_token_id": 5000}, "bos_token_id=5000, but the file has 903 tokens"),
         ({"bos_token_id": "x"}, "bos_token_id is not an integer"),
         ({"token_type": [1]}, "not one type for each token"),
     ],

@@ -115,7 +115,7 @@ IN_CLASSES = {"use_weight_converter", "rollout_tensor_parallelism", "weight_sync
 # Prefixes of the keys for Megatron-LM's data.
 OF_MMAP = ("mmap_", "blend_", "reset_attention_mask", "eod_mask_loss", "packing_max_segments_per_sample")
 LINE = "python3 -m maxtext.trainers.pre_train.train run_name=x "
-NNX = "which has no flags: it runs as nnx, with all three true"
+NNX = "which has no flags for NNX and Linen: it runs as nnx, with all three true"
 
 
 @pytest.fixture(autouse=True)

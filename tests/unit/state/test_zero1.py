@@ -43,11 +43,7 @@ BOTH = sorted({ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]})
     [
         (P(None, "fsdp", "tensor"), (4, 16, 6), P("data", "fsdp", "tensor")),
         (P(None, "fsdp", "tensor"), (3, 16, 6), P(None, ("fsdp", "data"), "tensor")),
-        (
-            P(None, "fsdp", "tensor"),
-            (3, 6, 8),
-            P(None, "fsdp", "tensor"),
-        ),  # 6 / 2 is odd, and tensor shards the last axis
+        (P(None, "fsdp", "tensor"), (3, 6, 8), P(None, "fsdp", "tensor")),  # 6 / 2 is odd; tensor has the last axis
         (P(("tensor", "none"), "fsdp"), (8, 8), P(("tensor", "none"), ("fsdp", "data"))),
         (P(("none", "tensor"), None), (8, 8), P(("none", "tensor"), "data")),
         (P("tensor_sequence"), (8,), P(("tensor_sequence", "data"))),  # this axis has size 1 and shards nothing

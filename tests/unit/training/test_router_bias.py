@@ -122,7 +122,7 @@ def test_without_a_rate_nothing_moves_it():
     run = made(routed_bias_update_rate=0.0)
     assert "sign" not in lowered_update(run).as_text()
     assert list(by_name(tree.rest)) == list(by_name(run.model.abstract[1]))
-    with pytest.raises(UserError, match="no layer has a bias at gate/bias"):
+    with pytest.raises(UserError, match="no router of this model has a bias"):
         router_bias(run.config, {})
 
 

@@ -145,9 +145,9 @@ def test_k_logits_and_the_mass_of_the_others(tmp_path):
     def tokens(**changes):
         run_of(teacher_logits_path=tmp_path / "out", **keys | changes)
 
-    with pytest.raises(UserError, match=r"distill_temperature is 2\.0 there and 1\.0 here"):
+    with pytest.raises(UserError, match=r"distill_temperature is 2\.0 in the saved logits and 1\.0 in this run"):
         tokens(distill_temperature=1.0)
-    with pytest.raises(UserError, match="distill_vocab_size is 60 there and 40 here"):
+    with pytest.raises(UserError, match="distill_vocab_size is 60 in the saved logits and 40 in this run"):
         tokens(vocab_size=40, distill_vocab_size=-1)
-    with pytest.raises(UserError, match="distill_temperature_schedule is constant there and linear here"):
+    with pytest.raises(UserError, match="schedule is constant in the saved logits and linear in this run"):
         tokens(distill_temperature_schedule="linear", distill_temperature_end=1.0)

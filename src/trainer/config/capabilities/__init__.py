@@ -1,1 +1,1 @@
-"""One file per capability, with its keys, their checks, and the settings under which they have no effect."""
+"""One file per capability: the properties and checks of its keys, and the settings under which they have no effect."""

@@ -1,4 +1,7 @@
-"""The rows and checks of all capabilities. Every file must be listed here; the order is that of error messages."""
+"""Collects ROWS, CHECKS, INERT and INERT_HERE (see `trainer.config.key_rows`) from the files of all capabilities.
+
+`_FILES` must list every file. Its order is the order of error messages.
+"""
 
 import importlib
 
@@ -25,7 +28,7 @@ def keys_of(*resume: Resume) -> tuple[str, ...]:
 
 
 def paths_of(*places: Place) -> tuple[str, ...]:
-    """Returns the keys whose values are paths in one of `places`."""
+    """Returns the keys whose values are paths that may lead to one of `places`."""
     return tuple(name for row in ROWS if row.path in places for name in row.names)
 
 

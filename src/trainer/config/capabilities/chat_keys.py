@@ -24,8 +24,11 @@ SFT_DEFAULTS = {"use_sft": True, "grain_packing_type": "best_fit", "use_truncati
 
 
 def other_command(config: Config, own: str = "", *, distills: bool = False) -> str | None:
-    """Returns why a configuration requires another command than that of the key `own` ("": trainer.train), or None.
-    `distills`: whether the command is trainer.distill, which trains on the records of `own`."""
+    """Returns why a configuration requires a command other than the running one; None if it does not.
+
+    `own`: the key in METHODS that selects the running command; "" for trainer.train. `distills`: whether the running
+    command is trainer.distill, which trains on the same records as the command that `own` selects.
+    """
     if config.use_distill and not distills:
         return f"use_distill=true: distillation is another command: run python -m {DISTILL} with the same arguments"
     for key, (command, what) in METHODS.items():
@@ -93,7 +96,7 @@ def not_conversations(config: Config) -> list[str]:
 
 def not_texts(config: Config, what: str, example: str) -> list[str]:
     """Returns one message for each key that prevents a command from reading `what`, which a template and a tokenizer
-    convert to tokens. `example`: files and columns."""
+    convert to tokens. `example`: the files and columns that a message suggests."""
     lines = []
     if config.dataset_type in ("stdlib", "synthetic"):
         lines.append(

@@ -1,4 +1,4 @@
-"""The keys of checkpoints: where a run starts, and what it keeps."""
+"""The keys of checkpoints: the state from which a run starts, and the checkpoints that it saves and keeps."""
 
 import re
 
@@ -41,7 +41,7 @@ def _best_metric(config: Config) -> str | None:
 ROWS = (
     Row(("load_parameters_path", "load_full_state_path"), step=False, path=Place.BUCKET),
     Row(
-        # For reset_optimizer see `resume.resets`.
+        # On reset_optimizer, see `trainer.config.resume.resets`.
         ("enable_checkpointing", *_SAVED, "reset_optimizer", "abort_on_nan_loss", "abort_on_inf_loss"),
         Resume.AROUND,
         step=False,

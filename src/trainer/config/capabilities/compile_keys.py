@@ -20,12 +20,12 @@ CHECKS: tuple[Check, ...] = (
     refused(
         ("compile_topology", "compile_topology_num_slices"),
         lambda c: c.compile_topology.startswith("cpu-") and c.compile_topology_num_slices > 1,
-        "simulated CPU devices have no slices: give cpu-N with the total number",
+        "simulated CPU devices have no slices: give cpu-N with the total number of devices",
     ),
     refused(
         ("compile_topology", "compiled_trainstep_file"),
         lambda c: c.compile_topology.partition("-")[0] in GPUS and c.compiled_trainstep_file,
-        "a step compiled for GPUs without a GPU is not saved: loading such a step is untested, and its kernels could "
-        "be wrong or slow; leave compiled_trainstep_file out",
+        "a step that is compiled ahead of time for GPUs is not saved: loading such a step is untested, and its kernels "
+        "could be wrong or slow; leave compiled_trainstep_file out",
     ),
 )

@@ -23,23 +23,23 @@ IN_ORDER = "set context_parallel_load_balance=false"
 
 
 def parts(config: Config) -> int:
-    """Returns the number of devices over which the tokens of a row are split. An unknown size counts as 1."""
+    """Returns the number of devices that share the tokens of a row. A mesh axis of unknown size counts as 1."""
     return math.prod(_size(config, axis) for axis in AXES)
 
 
 def splits_rows(config: Config) -> bool:
-    """Returns whether the tokens of a row are split over devices. An unknown size counts as 1."""
+    """Returns whether the tokens of a row are split over devices. A mesh axis of unknown size counts as 1."""
     return parts(config) > 1
 
 
 def token_order(config: Config) -> tuple[str, int] | None:
-    """Returns how tokens are reordered before they are split (`dual_chunk_swap` or `striped`, see `ops.order`), and the
-    number of devices. None: the tokens are not reordered."""
+    """Returns how tokens are reordered before they are split (`dual_chunk_swap` or `striped`, see `trainer.ops.order`),
+    and the size of the mesh axis CONTEXT, over which they are reordered. Returns None if they are not reordered."""
     n = _size(config, CONTEXT)
-    # ulysses splits heads, which all need the same work.
+    # With ulysses, attention is split by heads, which all need the same work, so tokens are not reordered.
     if n == 1 or not config.context_parallel_load_balance or config.context_parallel_strategy == "ulysses":
         return None
-    # `striped` balances packed rows, too, but computes more: docs/benchmarks/context.md.
+    # `striped` also balances packed rows, but is not the default, because it computes more: docs/benchmarks/context.md.
     return CHUNKS if config.context_parallel_reorder_strategy == "auto" else config.context_parallel_reorder_strategy, n
 
 
@@ -53,7 +53,7 @@ def _size(config: Config, axis: str) -> int:
 
 
 def _product(config: Config, *axes: str) -> tuple[int, str]:
-    """Returns the product of the mesh axes' sizes, and the product as text: "context 4 x tensor 2 = 8"."""
+    """Returns the product of the mesh axes' sizes, and its calculation as text, such as "context 4 x tensor 2 = 8"."""
     sizes = {axis: size for axis in axes if (size := _size(config, axis)) > 1}
     count, shown = math.prod(sizes.values()), " x ".join(f"{axis} {size}" for axis, size in sizes.items())
     return count, f"{shown} = {count}" if len(sizes) > 1 else shown
@@ -81,7 +81,7 @@ def _heads(config: Config) -> str | None:
     rule = [name for name in make_rules(config.logical_axis_rules)["activation_heads"] if name not in AXES]
     (shards, over), heads = _product(config, *rule), config[key]
     if not axis or heads % shards or heads // shards % (n := _size(config, axis)) == 0:
-        return None  # `resolve` reports heads that the rule does not divide
+        return None  # `trainer.config.resolve` reports heads that the mesh axes do not divide
     local = f"{heads} / ({over}) = {heads // shards} query heads" if over else f"{heads} query heads"
     nearest = around(n, divisors(heads // shards))
     return f"{axis} {n} does not divide {local}, of which each device takes a share; nearest: {axis} {nearest}"
@@ -102,7 +102,7 @@ def _rules(config: Config) -> str | None:
         ):
             must = "be" if name in IN_ATTENTION else "begin with"
             problems.append(f"the rule of {name} must {must} [{','.join(AXES)}]")
-    # Attention is computed per device: each device must have the key heads that its query heads use.
+    # Attention is computed per device: each device must have the key-value heads that its query heads use.
     if split("activation_heads") != split("activation_kv_heads"):
         problems.append("the rules of activation_heads and activation_kv_heads must be the same")
     return f"{'; '.join(problems)} where rows are split over devices; leave it out" if problems else None

@@ -39,7 +39,7 @@ _TEXT = (
     *("data_cache_directory", "tokenizer_path", "tokenizer_type", "add_bos", "add_eos", "packing"),
     *("grain_packing_type", "max_segments_per_seq", "use_truncation", "enable_data_shuffling"),
 )
-# A weight of a mixture. Fractions are exact, but a weight of 1e999999999 would exhaust memory.
+# The syntax of a mixture's weight. Exponents are limited because a Fraction of 1e999999999 would exhaust memory.
 _WEIGHT = re.compile(r"[0-9./]{1,24}(e[+-]?[0-9]{1,2})?", re.IGNORECASE)
 
 
@@ -48,7 +48,7 @@ def parse_mixture(files: str, config_path: Any) -> list[tuple[str, Fraction]]:
 
     Args:
       files: the value of grain_train_files: `glob`, `glob;glob` or `glob,weight;glob,weight`.
-      config_path: a local path as a string, or an object with pathlib's `open`. The file is
+      config_path: a local path as a string, or an object with pathlib's `open`. The file contains
         {name: {"path": glob, "weight": number}}.
 
     Raises:
@@ -111,7 +111,7 @@ def _passes(config: Config) -> str | None:
     elif config.reuse_example_batch:
         why = "reuse_example_batch=1 trains on the first batch only"
     elif _compiles(config):
-        why = "no data are read here"
+        why = "trainer.train_compile reads no data"
     elif has_rollouts(config) and config.num_batches > 0:
         why = "num_batches ends the run"
     elif config.dataset_type == "grain" and (config.grain_train_mixture_config_path or ";" in config.grain_train_files):
@@ -146,7 +146,7 @@ def _grain_files(config: Config) -> str | None:
     if config.grain_train_files and config.grain_train_mixture_config_path:
         return "both name the training files; give only one of them"
     if "://" in config.grain_train_mixture_config_path:
-        return None  # it is read when the data are opened
+        return None  # a remote file is read and checked when the data are opened
     try:
         parse_mixture(config.grain_train_files, config.grain_train_mixture_config_path)
     except UserError as error:
@@ -228,7 +228,7 @@ ROWS = (
     Row(("eval_split", "eval_data_columns", "tokenize_eval_data", "hf_eval_split"), Resume.AROUND, step=False),
     Row(("data_cache_directory", "prepared_path"), Resume.AROUND, step=False, path=Place.LOCAL),
     Row(("remote_copies_gib",), Resume.AROUND, step=False),
-    Row(("prepare_part_mib", "prepare_workers"), Resume.AROUND, step=False),  # the fingerprint detects changed rows
+    Row(("prepare_part_mib", "prepare_workers"), Resume.AROUND, step=False),  # the fingerprint changes if the rows do
     Row(("grain_eval_files", "hf_eval_files"), Resume.AROUND, step=False, path=Place.DATA),
     Row(("eval_dataset_name",), Resume.AROUND, step=False, path=Place.ANY),
     Row(("num_epoch",), Resume.LENGTH, step=False),
@@ -280,7 +280,7 @@ CHECKS: tuple[Check, ...] = (
     (("dataset_type", "vocab_size"), _trained_vocabulary),
     (
         ("dataset_type", "max_target_length"),
-        _stdlib("max_target_length", 16, "with shorter rows, there would be millions"),
+        _stdlib("max_target_length", 16, "shorter rows would number in the millions"),
     ),
 )
 
@@ -290,7 +290,8 @@ def data_not_asked_for(
 ) -> list[str]:
     """Returns one message for each dataset_type whose keys are given although dataset_type itself is not.
 
-    MaxText's default is tfds. This trainer must not silently train on its default data instead.
+    MaxText's default is tfds, so a MaxText user may leave dataset_type out. This trainer must not silently train on its
+    default data instead of the data that the user's keys name.
 
     Args:
       where: the source of each key's value.
@@ -411,8 +412,11 @@ INERT = (
 
 
 def without_rows(words: Iterable[str]) -> dict[str, int]:
-    """Returns a max_target_length that fits the learned positions, or {} if none is needed, for a command that makes no
-    rows. `words`: the command's arguments, key=value."""
+    """Returns a default of max_target_length, as {"max_target_length": length}, for a command that makes no rows.
+
+    The length is at most trainable_position_size, because rows must not be longer than the learned positions. Returns
+    {} if max_target_length is given, or if trainable_position_size is not. `words`: the command's key=value arguments.
+    """
     given = dict(word.partition("=")[::2] for word in words)
     positions, default = given.get("trainable_position_size", ""), schema().keys["max_target_length"].default
     if "max_target_length" in given or not positions.isdecimal():

@@ -1,13 +1,14 @@
-"""Checks of the keys of text generation, and the settings under which they have no effect."""
+"""The keys of text generation: their checks, and the settings under which the keys have no effect."""
 
 from trainer.config.capabilities.latent_keys import is_latent
 from trainer.config.derived import has_rollouts
 from trainer.config.key_rows import Check, Inert, Resume, Row, refused
 
-# The strategies that read each key.
+# The values of decode_sampling_strategy that use decode_sampling_top_k, and those that use decode_sampling_nucleus_p.
 TOP_K, NUCLEUS = ("topk", "composite"), ("nucleus", "composite")
 OF_CACHE = ("kv_quant_axis", "kv_quant_dtype")
-# The keys that determine which tokens are sampled. With rollouts, sampling is a part of training.
+# The keys that determine which tokens are sampled. With rollouts, sampling is a part of training, so these keys must
+# not change on resume.
 DRAWN = (
     *("decode_sampling_strategy", "decode_sampling_temperature", "decode_sampling_top_k", "decode_sampling_nucleus_p"),
     *("decode_sampling_seed", "max_prefill_predict_length", "use_chat_template"),

@@ -10,7 +10,10 @@ from trainer.config.words import counted
 
 
 class Schedule(NamedTuple):
-    """When the fragments of the parameters synchronize. Plain DiLoCo has one fragment, which arrives immediately."""
+    """When each fragment of the parameters synchronizes, and when islands merge the result into their parameters.
+
+    Plain DiLoCo has one fragment, and islands merge it immediately.
+    """
 
     period: int  # steps between two synchronizations of the same fragment
     fragments: int
@@ -20,7 +23,7 @@ class Schedule(NamedTuple):
 
     @property
     def spacing(self) -> int:
-        """The smallest number of steps between two synchronizations."""
+        """The smallest number of steps between the synchronizations of two different fragments."""
         return self.period // self.fragments
 
     def offset(self, fragment: int) -> int:
@@ -38,7 +41,7 @@ class Schedule(NamedTuple):
     def arrives(self, fragment: int, in_flight: Any, updates: Any) -> Any:
         """Returns whether islands merge `fragment` into their parameters after update number `updates`.
 
-        `in_flight`: the number of the update after which the fragment that is not merged yet synchronized; 0: none.
+        `in_flight`: if a fragment waits to be merged, the update number after which it synchronized; otherwise 0.
         """
         its = (in_flight > 0) & (in_flight % self.period == self.offset(fragment))
         return its & ((updates == in_flight + self.delay) | (updates == self.steps))
@@ -63,9 +66,9 @@ def timetable(config: Config) -> str:
         shown = [f"fragment {fragment} after step {step}" for fragment, step in zip(order, steps, strict=True)]
         if len(shown) > 6:
             shown[3:-1] = ["..."]
-        when = f"in {plan.fragments} fragments, of every {counted(plan.period, 'step')} {', '.join(shown)}"
+        when = f"in {plan.fragments} fragments: every {counted(plan.period, 'step')}, {', '.join(shown)}"
         end = ", and all at the end"
-    late = f" (islands take it {counted(plan.delay, 'step')} later)" if plan.delay else ""
+    late = f" (islands merge a fragment {counted(plan.delay, 'step')} later)" if plan.delay else ""
     return when + late + end
 
 

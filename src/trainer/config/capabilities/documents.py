@@ -22,7 +22,7 @@ def most_documents(config: Config) -> int | None:
         return None
     if token_files(config):
         return most_segments(config) if config.reset_attention_mask else 0
-    together = 2 if config.use_dpo else 1  # a pair stays in one row
+    together = 2 if config.use_dpo else 1  # both sequences of a preference pair are in one row
     if not config.packing:
         return together
     if config.dataset_type == "synthetic":

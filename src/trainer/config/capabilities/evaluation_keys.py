@@ -3,7 +3,8 @@
 from trainer.config.key_rows import Inert, Resume, Row
 
 ROWS = (
-    # If evaluation uses rows of the training documents, the data's fingerprint detects a change.
+    # If evaluation holds out a part of the training documents, a change of these keys may change the training rows.
+    # The fingerprint of the data detects such a change.
     Row(
         (
             *("eval_interval", "eval_steps", "eval_per_device_batch_size", "mtp_eval_target_module"),

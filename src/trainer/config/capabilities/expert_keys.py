@@ -58,7 +58,7 @@ def drops(config: Config) -> bool:
 
 
 def sends(config: Config) -> bool:
-    """Whether tokens are sorted by expert and sent to their experts' devices. Sizes of mesh axes may still be -1."""
+    """Whether tokens are sorted by expert and sent to their experts' devices. `config` may be unresolved."""
     expert = config.ici_expert_parallelism, config.dcn_expert_parallelism
     return has_experts(config) and config.sparse_matmul and expert != (1, 1)
 

@@ -12,10 +12,12 @@ from trainer.config.keys import Config
 OP = "invariant"
 OF_BITS = ("dtype", "scan_layers")  # keys that must have the same value in generation and training
 QUERIES = 64  # the rows of a matrix product, and the queries of an attention block, are a multiple of this number
-COLUMNS = 16  # the minimum columns of a product: with fewer, products of 64 rows and of more rows sum differently
-TILE = 128  # attention sums keys in tiles of this many tokens, at the same positions of a sequence in all programs
+# The minimum number of columns of a matrix product. With fewer columns, a product with 64 rows is summed in another
+# order than a product with more rows.
+COLUMNS = 16
+TILE = 128  # attention sums over keys in tiles of this many tokens, which begin at the same positions in all programs
 
-_WHOLE = ("diloco", "data", "fsdp")  # mesh axes over which each device has whole rows and multiplies whole matrices
+_WHOLE = ("diloco", "data", "fsdp")  # sharding over these mesh axes keeps rows and multiplied matrices whole
 
 
 def _why_not(axis: str) -> str:
@@ -76,8 +78,8 @@ def split_on(values: Config, mesh: Mapping[str, int]) -> list[str]:
 def compiler_options(config: Config, platform: str) -> dict[str, str]:
     """Returns the XLA compiler options of training and generation for `platform`; {} with batch_invariant=false.
 
-    By default, XLA's CPU backend passes large sums, with the operations around them, to a library that sums in another
-    order. With the returned option, the library computes only matrix products.
+    By default, XLA's CPU backend passes large sums, with the operations around them, to a library that sums in an
+    order of its own. With the returned option, the library computes only matrix products.
     """
     if not config.batch_invariant or platform != "cpu":
         return {}

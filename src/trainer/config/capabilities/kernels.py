@@ -30,16 +30,16 @@ class Kernel:
     sinks: bool = True  # supports a learned logit per head in addition to the keys' logits
     unequal_widths: bool = True  # supports values and keys of different widths, as in multi-head latent attention
     segments: bool = True  # supports packed rows, whose documents do not attend to each other
-    documents: int | None = 0  # maximum number of documents per row that it can read as lengths; None: any number
+    documents: int | None = 0  # the most documents per row that it can process, given their lengths; None: no limit
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     length_multiple: int = 1
     head_dim_multiple: int = 1
     head_dim_most: int | None = None
-    # Whether it runs per device on local rows and heads. If so, only a `Strategy` may shard rows, and query heads must
-    # be sharded like kv heads.
+    # Whether each device runs the kernel on its local rows and heads. If so, only a `Strategy` may split the tokens of
+    # a row over devices, and query heads must be sharded like kv heads.
     per_device: bool = False
     over_cache: bool = False  # supports queries and keys at different positions, as in decoding
-    further_widths: tuple[tuple[int, int], ...] = ()  # (keys, values), in addition to head_dim_most
+    further_widths: tuple[tuple[int, int], ...] = ()  # also supported: pairs (width of keys, width of values)
     # The fields that differ on some GPUs, by the major version of their compute capability.
     by_capability: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
 
@@ -82,8 +82,8 @@ class Strategy:
     """The attention features that are available if the tokens of a row are split over devices.
 
     Attributes:
-      kernels: the kernels that can process the exchanged keys and values. The exchange restricts none of a kernel's
-        features.
+      kernels: the kernels that can process the keys and values that devices exchange. Each of these kernels keeps all
+        of its features.
       whole_rows: whether the exchange gives each device all tokens of its rows, for a part of the heads.
     """
 
@@ -91,7 +91,8 @@ class Strategy:
     whole_rows: bool = False
 
 
-# The values of `context_parallel_strategy`. Ring attention itself computes blockwise.
+# The values of `context_parallel_strategy`. Ring attention, a part of "usp", replaces the kernel and computes
+# blockwise.
 STRATEGIES = {
     "all_gather": Strategy(("dot_product", "blockwise", "splash")),
     "ring": Strategy(("blockwise",)),
@@ -107,8 +108,8 @@ def choose_attention(
 ) -> tuple[str, list[str]]:
     """Returns the kernel that the key `attention` selects, and at most one message about an unsupported choice.
 
-    `values` is a configuration with a resolved dtype. An empty `mesh` skips the checks that depend on the mesh. For
-    `capability`, see `resolve.resolved`.
+    `values` is a configuration with a resolved dtype. An empty `mesh` skips the checks that depend on the mesh.
+    `capability` is the lowest compute capability of the NVIDIA GPUs; None if unknown.
     """
     if values.batch_invariant:
         return OP, []
@@ -118,7 +119,7 @@ def choose_attention(
     name = FLASH[platform] if asked in ("autoselected", "flash") else asked
     if asked in ("autoselected", "flash") and strategy.kernels == ("blockwise",):
         name = "blockwise"
-    if asked == "autoselected":  # uses only features that have run on a GPU: docs/benchmarks/gpu.md
+    if asked == "autoselected":  # selects only features that were run on a GPU (docs/benchmarks/gpu.md)
         return "blockwise" if _unmet(name, values, mesh, platform, None) else name, []
     if not (unmet := _unmet(name, values, mesh, platform, capability)):
         return name, []
@@ -128,19 +129,23 @@ def choose_attention(
 
 
 def read_documents(config: Config, capability: Capability | None) -> int | None:
-    """Returns `most_documents` if the configured kernel can read that many documents per row as lengths; else None."""
+    """Returns `most_documents` if the configured kernel can process that many documents as lengths; otherwise None."""
     most, reads = most_documents(config), KERNELS[config.attention].on(capability).documents
     if most is None or (reads is not None and (not reads or most > reads)):
         return None
-    # With several documents, the kernel saves each head's statistics for each document. They may take more memory than
-    # a bias.
+    # With several documents, the kernel saves each head's statistics for each document. These statistics may take
+    # more memory than a bias.
     if most > 1 and 2 * config.base_num_query_heads * (most + 1) > config.max_target_length:
         return None
-    return most if most < 2 or len(set(_widths(config).values())) == 1 else None  # the kernel has one offset for both
+    # With several documents, the kernel uses the same offsets for queries and results, so their widths must be equal.
+    return most if most < 2 or len(set(_widths(config).values())) == 1 else None
 
 
 def why_no_kernel(config: Config, mesh: Mapping[str, int], platform: str, capability: Capability | None = None) -> str:
-    """Returns why a resolved `config` with blockwise attention cannot use the platform's kernel; "" if it can."""
+    """Returns why the resolved `config` uses blockwise attention instead of the platform's kernel.
+
+    Returns "" if the attention is not blockwise, or if the platform's kernel supports the configuration.
+    """
     name = FLASH[platform]
     if config.attention != "blockwise" or not (unmet := _unmet(name, config, mesh, platform, None)):
         return ""
@@ -160,7 +165,7 @@ def _strategy(values: Config) -> Strategy:
 def _unmet(
     name: str, values: Config, mesh: Mapping[str, int], platform: str, capability: Capability | None
 ) -> list[str]:
-    """Returns the settings in `values` that the kernel `name` does not support, including how rows are split."""
+    """Returns the settings in `values` that the kernel `name` does not support, including context_parallel_strategy."""
     kernels = _strategy(values).kernels
     over = (
         []
@@ -171,7 +176,7 @@ def _unmet(
 
 
 def unsupported(kernel: Kernel, values: Config, mesh: Mapping[str, int], platform: str) -> list[str]:
-    """Returns the settings that the kernel does not support, each with a supported alternative."""
+    """Returns the settings that the kernel does not support, with the supported values where there are any."""
     length, dtype = values.max_target_length, values.dtype
     widths = _widths(values)
     dropout = values.attention_dropout_rate if values.enable_dropout else 0

@@ -6,7 +6,7 @@ from trainer.config.errors import nearest, shortened
 from trainer.config.key_rows import Check, Inert, Resume, Row, refused
 from trainer.config.keys import Config
 
-# Functions of jax.nn, gelu in its tanh approximation; "linear" is the identity.
+# The names of functions of jax.nn. "gelu" is the tanh approximation of GELU; "linear" is the identity.
 ACTIVATIONS = ("silu", "gelu", "relu", "tanh", "sigmoid", "linear")
 
 

@@ -15,13 +15,13 @@ _ADAM = ("adam_b1", "adam_b2", "adam_eps", "adam_eps_root", "adam_weight_decay",
 class Traits(NamedTuple):
     """The properties of an optimizer that the rest of the program uses."""
 
-    # The optimizer gets only these keys, so a missing key makes its first test fail.
+    # The keys that the optimizer reads. It gets no other keys, so its first test fails if a key is missing here.
     reads: tuple[str, ...]
-    # The number of float32 moments per trained parameter. Does not count Adafactor's row and column sums, and moments
-    # that only some parameters have.
+    # The number of float32 moments per trained parameter. The row and column sums of Adafactor do not count, nor do
+    # moments that only some parameters have.
     full: int = 0
-    # The key for the coefficient of the moment in `mu_dtype`; with a value of 0 there is no such moment. None: the
-    # moment always exists.
+    # The key for the coefficient of the first moment, which is stored in `mu_dtype`. If the value of the key is 0, the
+    # optimizer has no first moment. None: no key removes the first moment.
     momentum: str | None = None
 
 
@@ -109,7 +109,7 @@ def _groups(config: Config) -> str | None:
 
 
 def _inert(name: str) -> list[Inert]:
-    """Returns the keys of optimizers that have no effect with `opt_type=name`."""
+    """Returns rows for the keys in `KEYS` that have no effect with the optimizer `name`."""
     keys, momentum = TRAITS[name].reads, TRAITS[name].momentum
     decays = [key for key in keys if key.endswith("_weight_decay")]
     others = [key for key in KEYS if key not in keys]

@@ -1,4 +1,4 @@
-"""The keys of pipeline parallelism, their checks, and the settings under which they have no effect."""
+"""The keys of pipeline parallelism: their checks, and the settings under which the keys have no effect."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from trainer.config.rules import make_rules
 from trainer.config.tensors import EVERY_MODEL, tensors_of
 from trainer.config.words import counted
 
-STAGE = "stage"  # the mesh axis
+STAGE = "stage"  # the mesh axis that separates the stages of a pipeline
 SIZES = (ICI[STAGE], DCN[STAGE])
 GATHERS = ONCE, PER_REPEAT = "pipeline_fsdp_ag_once", "pipeline_fsdp_ag_per_repeat"
 KEYS = (
@@ -39,11 +39,11 @@ class Pipeline:
     Attributes:
       repeats: how many times a microbatch passes through all stages.
       stages: the number of stages.
-      layers: iterations of the stack's loop in each stage and repeat.
-      microbatches: a multiple of `stages`.
-      delay: the number of iterations after which the next stage has a stage's result: 1 or 2.
+      layers: the number of iterations of the stack's loop in each stage and repeat.
+      microbatches: the number of microbatches, a multiple of `stages`.
+      delay: the number of iterations until the next stage has the result of a stage: 1 or 2.
       scan: whether the loop over iterations is a scan; otherwise it is unrolled.
-      scan_layers: the same for the loop over a stage's layers.
+      scan_layers: whether the loop over a stage's layers is a scan; otherwise it is unrolled.
       remat: whether an iteration of a stage is rematerialized as a whole.
       remat_layers: whether each layer of a stage is rematerialized.
       per_repeat: whether weights are all-gathered over fsdp once for each repeat.
@@ -62,7 +62,7 @@ class Pipeline:
 
     @property
     def iterations(self) -> int:
-        """The number of iterations in which each stage computes."""
+        """The number of iterations of the pipeline, including those in which a stage is idle."""
         return self.repeats * self.microbatches + self.delay * (self.stages - 1)
 
     @property
@@ -85,12 +85,12 @@ class Pipeline:
 
 
 def stages(config: Config) -> int:
-    """Returns the number of stages; 1 without a pipeline. Less than 2 while a size of the mesh axis is still -1."""
+    """Returns the number of stages; 1 without a pipeline. Less than 2 if a size of the mesh axis is still -1."""
     return int(config[ICI[STAGE]] * config[DCN[STAGE]])
 
 
 def delay(config: Config) -> int:
-    """Returns the number of iterations after which the next stage has a stage's result."""
+    """Returns the number of iterations until the next stage has the result of a stage."""
     return 2 if config.pipeline_delay_activation_forwarding else 1
 
 
@@ -115,8 +115,8 @@ def nothing_to_gather(config: Config) -> bool:
 
 
 def unpipelined(config: Config) -> Config:
-    """Returns a configuration of the same model without a pipeline, with the parameters as in checkpoints. Its mesh
-    does not match the devices."""
+    """Returns a configuration of the same model without a pipeline. Its parameters have the shapes of checkpoints; its
+    mesh does not match the devices."""
     if stages(config) == 1:
         return config
     return type(config)({**config, ICI[STAGE]: 1, DCN[STAGE]: 1})

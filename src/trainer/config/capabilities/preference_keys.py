@@ -7,7 +7,8 @@ from trainer.config.keys import Config
 from trainer.config.schema import INT32_MAX
 
 COLUMNS = ("prompt", "chosen", "rejected")
-# The defaults of trainer.dpo that differ from base.yml's. They keep the two sequences of a pair in one row.
+# The defaults of trainer.dpo that differ from base.yml's. best_fit and truncation keep both sequences of a pair in
+# one row.
 DPO_DEFAULTS = {
     "use_dpo": True,
     "train_data_columns": [*COLUMNS[1:]],

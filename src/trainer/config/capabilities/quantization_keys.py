@@ -1,4 +1,7 @@
-"""Keys of quantization, in training and for stored weights: recipes, quantized parts, and checks."""
+"""Keys of quantization: recipes, quantized parts, and checks.
+
+Quantization either applies in training, or defines how a checkpoint stores its weights ("stored weights").
+"""
 
 import math
 from collections.abc import Sequence
@@ -66,7 +69,7 @@ def options_for_stored(config: Config, platform: str) -> dict[str, str]:
     """Returns the options with which XLA compiles generation from stored weights for `platform`.
 
     XLA's CPU backend converts each matrix to floats before a product. By default, it keeps all float matrices at once,
-    in memory that is newly allocated at each step, and steps take 3 to 7 times as long.
+    in memory that is newly allocated at each step; a step then takes 3 to 7 times as long as with the returned option.
     """
     stored = config.checkpoint_is_quantized and platform == "cpu"
     return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"} if stored else {}

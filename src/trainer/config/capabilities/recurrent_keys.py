@@ -21,7 +21,7 @@ def has_recurrence(config: Config) -> bool:
 
 
 def recurrent_modules(config: Config) -> bool:
-    """Returns whether the blocks of multi-token prediction are recurrent, like the last layer."""
+    """Returns whether the model has blocks of multi-token prediction that are recurrent, like its last layer."""
     layers, every = config.base_num_decoder_layers, config.inhomogeneous_layer_cycle_interval
     return has_recurrence(config) and config.mtp_num_layers > 0 and layers % every != 0
 

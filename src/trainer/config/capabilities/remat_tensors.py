@@ -1,7 +1,7 @@
 """The tensors of a block that a rematerialization policy can keep.
 
-Layers tag tensors with these names, which are also keys of base.yml. With remat_policy=custom, the key with a tensor's
-name specifies what to do with the tensor.
+Layers tag each of these tensors with a name that is also a key of base.yml. With remat_policy=custom, the value of this
+key specifies what to do with the tensor.
 """
 
 from trainer.config.capabilities.expert_keys import has_experts, only_experts, sends
@@ -11,7 +11,8 @@ from trainer.config.keys import Config
 
 QKV = ("query_proj", "key_proj", "value_proj")
 ATTENTION = (*QKV, "out_proj")
-# PROJECTIONS has all matrix products with weights. "context" is the result of attention before its output projection.
+# PROJECTIONS has the results of all matrix products with weights. "context" is the result of attention before
+# its output projection.
 OF_MLP = ("mlpwi", "mlpwi_0", "mlpwi_1", "mlpwo")
 OF_EXPERTS = ("moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo")
 PROJECTIONS = (*ATTENTION, *OF_MLP, *OF_EXPERTS)

@@ -1,4 +1,4 @@
-"""Checks of the keys of reinforcement learning, and the settings under which they have no effect."""
+"""The keys of reinforcement learning: their checks, and the settings under which the keys have no effect."""
 
 from collections.abc import Callable
 
@@ -25,8 +25,8 @@ KEYS = (
     ),
 )
 _WORKERS = ("reward_num_workers", "reward_worker_timeout_seconds")
-# The defaults of trainer.grpo that differ from base.yml's. Completions are sampled from the model's unmodified
-# distribution.
+# The defaults of trainer.grpo that differ from base.yml's. Temperature 1 samples completions from the model's
+# unmodified distribution.
 RL_DEFAULTS = {"use_grpo": True, "decode_sampling_temperature": 1.0}
 
 
@@ -121,7 +121,7 @@ _DRIFTS: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
 
 
 def drifts(config: Config) -> list[str]:
-    """Returns one line for each reason why the first update's log-probabilities differ from its rollouts'."""
+    """Returns one line for each reason why the first update's log-probabilities differ from those of its rollouts."""
     reads = has_rollouts(config) and (config.use_grpo or samples_divergence(config))
     said = "in the first update of a round, log-probabilities differ from those of the rollouts by more than rounding"
     return [

@@ -36,7 +36,7 @@ ROWS = (
     Row(
         (
             *("run_name", "log_config", "log_period", "enable_tensorboard", "dump_hlo", "override_model_config"),
-            "model_name",  # a name for a set of sizes; the sizes themselves are compared
+            "model_name",  # a name for a set of sizes; resume compares the sizes themselves
             *("profiler", "skip_first_n_steps_for_profiler", "profiler_steps", "profile_periodically_period"),
         ),
         Resume.AROUND,

@@ -12,8 +12,8 @@ def _schedule_shares(config: Config) -> str | None:
 
 
 ROWS = (
-    # The schedule reads learning_rate_schedule_steps. The compiled step depends on steps only with DiLoCo; see
-    # `aot.executable`.
+    # The learning rate schedule reads `learning_rate_schedule_steps` instead of `steps`, so the compiled step depends
+    # on `steps` only with DiLoCo (see trainer.aot.executable).
     Row(("steps",), Resume.LENGTH, step=False),
     Row(("learning_rate_schedule_steps",), Resume.LENGTH),
     Row(

@@ -13,10 +13,10 @@ _CHOICES = (512, 256, LANES)
 class Tiles(NamedTuple):
     """The fields of JAX's `splash_attention.BlockSizes`. Sizes are in tokens. `fitted` replaces sizes of 0.
 
-    `block_q`, `block_kv`: the tiles of scores in the forward pass. `*_dkv`, `*_dq`: the tiles in the kernels for the
-    gradients of keys and values, and of queries. `*_compute`: the part of a tile of keys in one matrix product.
-    `use_fused_bwd_kernel`: the dkv kernel also computes the gradient of queries. `*_layout`: the minor dimension of a
-    tile, which lies along the lanes of a register: HEAD_DIM_MINOR or SEQ_MINOR.
+    `block_q`, `block_kv`: the tiles of scores in the forward pass. `*_dkv`: the tiles in the kernel for the gradients
+    of keys and values. `*_dq`: the tiles in the kernel for the gradient of queries. `*_compute`: the number of keys of
+    a tile in one matrix product. `use_fused_bwd_kernel`: whether the dkv kernel also computes the gradient of queries.
+    `*_layout`: the minor dimension of a tile, which lies along the lanes of a register: HEAD_DIM_MINOR or SEQ_MINOR.
     """
 
     block_q: int = 0
@@ -36,7 +36,7 @@ class Tiles(NamedTuple):
         """Returns the tiles for rows of `length` tokens, a multiple of 128.
 
         A size larger than the length becomes the length. A size of 0 becomes the largest of 512, 256 and 128 that
-        divides the length. For `*_compute`, 0 becomes the size of its tile.
+        divides the length or, for `*_compute`, the size of the tile.
         """
         sizes = {name: min(getattr(self, name) or _largest(length), length) for name in _WHOLE}
         sizes |= {name: min(getattr(self, name), length) or _largest(sizes[whole]) for name, whole in _PARTS.items()}

@@ -27,9 +27,9 @@ def split_ratios(config: Config) -> list[float]:
 
 
 def shortest_segment(config: Config) -> int:
-    """Returns the length up to which a segment continues with the next document (packing_max_segments_per_sample).
+    """Returns the length in tokens up to which a segment is extended by the next document instead of ending.
 
-    0: no segment does.
+    The key packing_max_segments_per_sample determines this length. 0: no segment is extended.
     """
     most, reset = config.packing_max_segments_per_sample, config.reset_attention_mask
     shortest = config.max_target_length // most if most > 0 and reset else 0

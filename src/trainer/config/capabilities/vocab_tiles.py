@@ -1,4 +1,4 @@
-"""num_vocab_tiling: the number of tiles in which the loss is computed."""
+"""The key `num_vocab_tiling`: the number of tiles in which the loss is computed."""
 
 import math
 from collections.abc import Iterable
@@ -38,11 +38,10 @@ def choose_tiles(values: Config) -> list[str]:
 def worthwhile_tiles(config: Config) -> int:
     """Returns the number of tiles that -1 selects; 1 if tiling does not save more than it costs.
 
-    Tiling saves memory for logits and costs memory for a float32 gradient of the head. The result is the smallest
-    number of tiles that divides the tokens, limits a tile's logits to half the memory of that gradient, and saves more
-    than the gradient takes. It is at most four times the number that this limit requires, because the products of more
-    tiles would be too small. If there is no such number, the result is the largest smaller number that divides the
-    tokens and saves more than the gradient takes, or else 1.
+    Tiling saves memory for logits and costs memory for a float32 gradient of the head. A number of tiles is suitable if
+    it divides the tokens, saves more memory than the gradient takes, and is not so large that the products of a tile
+    would be too small. The result is the smallest suitable number with which the logits of a tile take at most half the
+    memory of the gradient. If there is none, the result is the largest suitable number, or 1 if no number is suitable.
 
     Args:
       config: a configuration with consistent mesh and batch sizes.
@@ -55,15 +54,19 @@ def worthwhile_tiles(config: Config) -> int:
 
 
 def _most(logits: int, waiting: int) -> int:
-    """Returns the maximum number of tiles: with more, the products of a tile would be too small."""
+    """Returns the maximum number of tiles: with more, the products of a tile would be too small.
+
+    `logits` and `waiting` are the results of `tile_bytes`. With the maximum, a tile's logits take about an eighth of
+    `waiting`.
+    """
     return 8 * logits // waiting
 
 
 def tile_bytes(config: Config) -> tuple[int, int]:
     """Returns the bytes per device of the logits of a whole microbatch, and of the head's float32 gradient.
 
-    Only tiling needs the float32 gradient, to sum over the tiles of a device. A TPU overwrites the logits with their
-    gradient; other platforms may need memory for both.
+    Only tiling needs the float32 gradient, in which it sums the gradients of all tiles of a device. A TPU overwrites
+    the logits with their gradient; other platforms may need memory for both.
     """
     rules, mesh = make_rules(config.logical_axis_rules), mesh_axes(config)
     tokens = next(iter(_tokens_per_device(config).values()))
@@ -78,7 +81,10 @@ def tile_bytes(config: Config) -> tuple[int, int]:
 
 
 def chosen(asked: Any, config: Config) -> list[str]:
-    """Returns a line about the number that replaced `asked`'s -1 in the resolved `config`; [] if `asked` is not -1."""
+    """Returns a line about the chosen number of tiles; [] if the user chose it.
+
+    `asked` is the configuration before it was resolved to `config`; it asks for a choice with num_vocab_tiling=-1.
+    """
     if asked["num_vocab_tiling"] != AUTOMATIC:
         return []
     tiles, (logits, waiting) = config.num_vocab_tiling, tile_bytes(config)

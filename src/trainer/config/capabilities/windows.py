@@ -8,7 +8,7 @@ ALTERNATING = {"attention_type": "global"}
 
 
 def windows(config: Config) -> tuple[int, ...]:
-    """Returns the windows of one period of layers, in tokens; 0: the whole document."""
+    """Returns the window of each layer in one period of layers, in tokens; 0: the whole document."""
     size, facts = config.sliding_window_size, facts_of(config)
     if reads(config, "chunk_attn_window_size"):
         chunk, every = config.chunk_attn_window_size, config.nope_layer_interval
@@ -21,7 +21,7 @@ def windows(config: Config) -> tuple[int, ...]:
 def in_chunks(config: Config) -> bool:
     """Returns whether windows are chunks: a token attends only within its chunk (`ops.attention.Mask.in_chunks`).
 
-    Every `nope_layer_interval`-th layer has no rotary positions and attends to the whole document.
+    Every `nope_layer_interval`-th layer is an exception: it has no rotary positions and attends to the whole document.
     """
     return reads(config, "chunk_attn_window_size") and config.chunk_attn_window_size > 0
 

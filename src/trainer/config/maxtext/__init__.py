@@ -1,1 +1,1 @@
-"""How the trainer handles MaxText's keys and defaults, and copies of MaxText's base.yml."""
+"""Handles MaxText's keys and defaults, and copies of MaxText's base.yml."""

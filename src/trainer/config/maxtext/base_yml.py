@@ -18,8 +18,8 @@ _NOTED = ("Model", "Data", "Training", "Optimizer", "Loss")
 
 @functools.cache
 def defaults(method: str = "") -> Mapping[str, Any]:
-    """Returns MaxText's defaults for the keys whose defaults in our base.yml differ. They are read from maxtext.yml,
-    overridden by the file of `method`, a key of `POST_TRAIN`, if it is given."""
+    """Returns MaxText's default for each key whose default in our base.yml differs, as listed in maxtext.yml. `method`:
+    a key of `POST_TRAIN`, such as use_sft, whose file overrides maxtext.yml; "" for none."""
     keys = schema().keys
     found: dict[str, Any] = {}
     for path in (MAXTEXT_YML, *([POST_TRAIN[method]] if method else [])):
@@ -30,8 +30,8 @@ def defaults(method: str = "") -> Mapping[str, Any]:
 
 
 def changed_entries(entries: Sequence[Entry], schema: Schema, method: str = "") -> tuple[list[Entry], list[str]]:
-    """Returns the entries of a MaxText base.yml that the user changed, and the names of unknown entries. `method`: the
-    post-training method, if the file is the yml of a post-training program; see `defaults`."""
+    """Returns the entries of a MaxText base.yml that the user changed, and the names of unknown entries. `method`: as
+    in `defaults`, if the file is the yml of one of MaxText's post-training programs."""
     absent = verdicts.table()["of_programs"].get(method, {})
     present = [entry.name for entry in entries]
     changed, unknown = [], []
@@ -53,14 +53,15 @@ def changed_entries(entries: Sequence[Entry], schema: Schema, method: str = "") 
 
 
 def tables(entries: Sequence[Entry]) -> str:
-    """Returns the end of a note: which tables in a MaxText base.yml are ignored; "" without tables."""
+    """Returns the end of a note that lists the ignored tables in a MaxText base.yml; "" if it has none."""
     names = [entry.name for entry in entries if entry.name in TABLES]
     return f"; its {', '.join(names)} {'is' if len(names) == 1 else 'are'} ignored" if names else ""
 
 
 def differing(values: Mapping[str, Any], unset: Sequence[str], method: str) -> list[str]:
-    """Returns a line for each section of base.yml that affects training, with `key=ours (MaxText's)` for each key in
-    `unset` whose default differs from MaxText's. `method`: see `defaults`."""
+    """Returns one line for each section of base.yml that affects training and has keys whose default differs from
+    MaxText's. The line lists these keys as `key=ours (MaxText's)`. Only keys in `unset` are listed. `method`: see
+    `defaults`."""
     keys = schema().keys
     sections: dict[str, list[str]] = {}
     for name, theirs in defaults(method).items():

@@ -1,4 +1,4 @@
-"""How MaxText's keys that base.yml lacks are handled. keys.yml, read only if such a key is given, lists them."""
+"""How MaxText's keys that are not in our base.yml are handled. keys.yml lists them, and is read only when needed."""
 
 import difflib
 import functools
@@ -37,7 +37,8 @@ class Verdict:
     to: str = ""
 
     def accepts(self, read: Callable[[Key], Any]) -> bool:
-        """Returns whether the given value has no effect. `read` parses the value as the type of its argument."""
+        """Returns whether the given value has no effect. `read(key)` returns that value, parsed by the type of
+        `key`."""
         return self.neutral is None or any(_same(self.name, value, read) for value in self.neutral)
 
     def problem(self, given: str) -> str:
@@ -59,7 +60,7 @@ class Accepted:
 
 
 def find(name: str) -> Verdict | None:
-    """Returns the verdict on MaxText's key `name`; None if MaxText has no such key, or base.yml has it."""
+    """Returns the verdict on MaxText's key `name`; None if MaxText has no such key, or our base.yml has it, too."""
     return verdicts().get(name)
 
 
@@ -78,9 +79,10 @@ def verdicts() -> Mapping[str, Verdict]:
 
 
 def former_defaults(name: str, present: Iterable[str]) -> list[Any] | None:
-    """Returns the defaults that `name` may have had in a version of MaxText's base.yml with the keys `present`.
+    """Returns the defaults that key `name` may have in a version of MaxText's base.yml that contains the keys
+    `present`.
 
-    Omits neutral values and the values in maxtext.yml. Returns None for a key without former defaults.
+    Omits neutral values (see `Verdict`) and the values in maxtext.yml. Returns None for a key without former defaults.
     """
     given, rows = set(present), table()["earlier"].get(name)
     if rows is None:
@@ -89,7 +91,7 @@ def former_defaults(name: str, present: Iterable[str]) -> list[Any] | None:
 
 
 def is_base(names: Iterable[str]) -> bool:
-    """Returns whether a file with the keys `names` is a MaxText base.yml, whose values count as defaults."""
+    """Returns whether a file with the keys `names` is a copy of MaxText's base.yml."""
     given, base = set(names), table()["base"]
     return len(given.intersection(base["gives"])) >= 0.8 * len(base["gives"]) and given.isdisjoint(base["lacks"])
 
@@ -101,29 +103,33 @@ def means_empty(key: Key, text: str) -> bool:
 
 
 def empty_value(name: str) -> Any:
-    """Returns what an empty value of base.yml's key `name` stands for."""
+    """Returns the value to which an empty value of base.yml's key `name`, such as null, is converted."""
     return table()["empty"][name]
 
 
 def why_refused(name: str, value: str) -> str:
-    """Returns what to use instead of MaxText's `value` of key `name`, which is not allowed here; "" if unknown."""
+    """Returns what to use instead of `value`, which MaxText allows for the key `name` and the trainer does not; "" if
+    unknown."""
     rows = table()["refused"].get(name, {})
     return next((why for pattern, why in rows.items() if re.fullmatch(pattern, value)), "")
 
 
 def on_preset(name: str) -> str | None:
-    """Returns what to use instead of MaxText's preset `name`, which is missing here; None if MaxText lacks it, too."""
+    """Returns what to use instead of MaxText's preset `name`, which the trainer lacks; None if MaxText lacks it,
+    too."""
     return next((row["why"] for row in table()["presets"] if name in row["names"]), None)
 
 
 def alias(name: str) -> dict[str, Any] | None:
-    """Returns the preset (model_name) for MaxText's model `name`, with the keys that differ; None without an alias."""
+    """Returns the settings that replace MaxText's model_name `name`: our model_name, and the keys with other values
+    than in our preset. Returns None if `name` is not an alias."""
     found: dict[str, Any] | None = table()["aliases"].get(name)
     return found
 
 
 def nearest_name(word: str) -> str | None:
-    """Returns a MaxText key whose last part is `word`, or one similar to it, or one that starts with it, or None."""
+    """Returns the MaxText key to suggest for the unknown key `word`: a key that is `word` after its last dot, otherwise
+    a similar key, otherwise a key that begins with `word` and an underscore; None if there is no such key."""
     names = list(verdicts())
     parts = [name for name in names if name.rpartition(".")[2] == word]
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.85)
@@ -137,7 +143,8 @@ def is_prefix(name: str) -> bool:
 
 
 def notes_of(accepted: Sequence[Accepted]) -> list[str]:
-    """Returns notes on accepted keys: one line for all neutral values, and for other keys one line for each reason."""
+    """Returns notes on accepted keys: one line for all keys with neutral values, and one line for each reason why the
+    other keys have no effect."""
     lines = []
     neutral = {row.verdict.name: row.given for row in accepted if row.verdict.neutral is not None}
     if neutral:
@@ -177,7 +184,8 @@ def table() -> dict[str, Any]:
 
 
 def _same(name: str, value: Any, read: Callable[[Key], Any]) -> bool:
-    """Returns whether `read` returns `value`. As in MaxText, none means no value for every key, and 1 equals 1.0."""
+    """Returns whether `read` returns `value`. As in MaxText, `none` is the empty value of every key, and 1 equals
+    1.0."""
     kind = str if value is None else float if type(value) is int else type(value)
     key = Key(name, value, kind, item=object if kind is list else None, optional=kind is str)
     try:

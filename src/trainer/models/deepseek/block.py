@@ -18,7 +18,7 @@ NAME, ROUTED, SHARED = "DeepSeekMoeBlock_0", "MoeBlock_0", "shared_experts"
 
 
 class DenseBlock(llama2.Block):
-    """Llama's block with latent attention. RoPE rotates adjacent pairs of entries, as in the published weights."""
+    """Llama's block with latent attention. RoPE rotates adjacent pairs of entries, as the published weights require."""
 
     def make_attention(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any], **given: Any) -> Any:
         settings: dict[str, Any] = {
@@ -59,4 +59,4 @@ class Experts(SharedExpertBlock):
 
 
 class Block(DenseBlock, Experts):
-    """`Experts` with latent attention."""
+    """A block with latent attention and experts."""

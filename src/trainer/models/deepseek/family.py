@@ -1,5 +1,6 @@
 """The DeepSeek family: multi-head latent attention, and routed and shared experts (DeepSeek-V2, arXiv:2405.04434).
-DeepSeek-V3 (arXiv:2412.19437) adds sigmoid scores and a bias."""
+DeepSeek-V3 (arXiv:2412.19437) adds sigmoid scores and a router bias.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,7 +22,10 @@ DENSE, SPARSE = "dense_layers", "moe_layers"
 
 
 def stacks(config: Config, dense: MakeBlock = DenseBlock, sparse: MakeBlock = Block) -> list[Stack]:
-    """Returns the stacks: the first layers have an MLP; of the later layers, all or every n-th have experts."""
+    """Returns the stacks. The first `first_num_dense_layers` layers have an MLP.
+
+    Of the others, every `interleave_moe_layer_step`-th has experts, and the rest have an MLP.
+    """
     first = config.first_num_dense_layers
     others = stack_of(config, SPARSE, dense, sparse, config.base_num_decoder_layers - first)
     return [Stack(DENSE, (dense,), first), others]
@@ -56,7 +60,7 @@ _EXPERTS = {
 
 
 def layouts(block: Mapping[str, Layout]) -> dict[str, Layout]:
-    """Returns the layouts of a model with `stacks`, given the layouts that all its blocks share."""
+    """Returns the layouts of a model with the stacks of `stacks`. `block`: the layouts that all blocks share."""
     return {
         **{name: it for name, it in OF_LLAMA.items() if not name.startswith("decoder/layers/")},
         **{f"decoder/{DENSE}/{name}": it for name, it in {**block, **_gated("mlp", "mlp")}.items()},
@@ -83,7 +87,7 @@ OF_LATENT = OF_EXPERTS | {
     "v_head_dim": "v_head_dim",
 }
 BY_SIGMOID = {"routed_score_func": SIGMOID, "routed_bias": True}
-# In transformers, the norms of latents always have this epsilon, regardless of rms_norm_eps.
+# In transformers, the norms of latents always have the epsilon 1e-6, regardless of rms_norm_eps.
 _ONLY = {"rms_norm_eps": 1e-6, "moe_layer_freq": 1}
 
 # Keys in GGUF: the sizes of a head; the sizes of the latent keys and values (a single head); the scoring of experts.
@@ -195,7 +199,7 @@ _V3 = HuggingFace(
     gguf=GGUF._replace(when=lambda said: said(SCORE) == SIGMOID_THERE and not other_epsilon(said)),
 )
 
-# With this preset, MaxText's block routes as in DeepSeek-V3. Keys override all sizes of the preset.
+# With this preset, MaxText's block routes as in DeepSeek-V3. The other keys override all sizes of the preset.
 _AS_V3 = {"model_name": "deepseek3-671b", "override_model_config": True}
 
 
@@ -204,7 +208,8 @@ def _maxtext_keys(config: Config) -> dict[str, Any]:
     keys = {name: config[name] for name in names}
     if config.rope_type != "yarn":
         keys["rope_factor"] = 1  # under every rope_type, MaxText scales MLA scores by rope_factor
-    if config.rope_type == "default":  # MaxText's default rotates halves; YaRN with factor 1 is the same for pairs
+    if config.rope_type == "default":
+        # MaxText's default RoPE rotates halves; its YaRN with factor 1 is the same function, but can rotate pairs.
         keys |= {"rope_type": "yarn", "rope_interleave": True}
     if not scores_by_sigmoid(config):
         return keys | {"routed_score_func": "softmax"}
@@ -232,7 +237,7 @@ def _maxtext_refuses(config: Config) -> list[str]:
     return refused
 
 
-_WIDTH = ("fsdp", "expert", "context", "context_usp_ulysses")  # as in the rule for embed
+_WIDTH = ("fsdp", "expert", "context", "context_usp_ulysses")  # the mesh axes in the rule for embed
 AXES = {"q_lora_up_proj": (), "q_lora": _WIDTH, "kv_lora_up_proj": (), "kv_lora": _WIDTH}
 
 FAMILY = Family(

@@ -1,4 +1,4 @@
-"""`Facts` of Gemma, for the configuration stage."""
+"""The properties of Gemma that the configuration stage needs (`config.family.Facts`)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,12 +7,12 @@ from trainer.config.family import Axes, Facts
 from trainer.config.tensors import TENSORS, renamed
 
 _NORM = {"pre_self_attention_layer_norm/scale": "pre_self_attention_norm/scale"}
-# Embeddings are scaled; the logits of a tied head are not.
+# Gemma multiplies embeddings by sqrt(width), but does not divide the logits of a tied head by it.
 FIXES = {"normalize_embedding_logits": False}
 
 
 def tensors(config: Mapping[str, Any]) -> dict[str, Axes]:
-    """Returns Llama's tensors under the names of this family."""
+    """See `Facts.tensors`. Returns Llama's tensors under this family's names."""
     del config
     return renamed(TENSORS, _NORM)
 

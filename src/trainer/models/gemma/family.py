@@ -23,7 +23,7 @@ Norm = functools.partial(RMSNorm, offset=OFFSET)
 
 
 class Block(llama2.Block):
-    """Computes x + attention(norm(x)), then x + mlp(norm(x)), then dropout."""
+    """Computes y = x + attention(norm(x)) and returns dropout(y + mlp(norm(y)))."""
 
     @staticmethod
     def make_norm(width: int, epsilon: float, dtypes: Mapping[str, Any]) -> Any:
@@ -46,19 +46,20 @@ def stacks(config: Config) -> list[Stack]:
 
 
 def embedding_scale(config: Config) -> float:
-    """Returns the factor on embeddings."""
+    """Returns the factor by which token embeddings are multiplied, sqrt(width)."""
     return float(config.base_emb_dim**0.5)
 
 
 def stored(config: Config, name: str) -> tuple[float, float]:
-    """See `MaxText.stored`: MaxText adds 1 to the scales of norms and multiplies the embedding table by sqrt(width)."""
+    """See `MaxText.stored`. MaxText stores norms' scales with 1 added, and the embedding table times sqrt(width)."""
     if name.endswith("/scale"):
         return 1.0, OFFSET
     return (1 / embedding_scale(config) if name == "token_embedder/embedding" else 1.0), 0.0
 
 
 def maxtext_keys(config: Config) -> dict[str, Any]:
-    """See `MaxText.more`: MaxText divides the logits by sqrt(width) to cancel this factor in a tied head's table."""
+    """See `MaxText.more`. With a tied head, MaxText divides the logits by sqrt(width), because the stored table
+    contains this factor."""
     del config
     return {"normalize_embedding_logits": True}
 
@@ -89,7 +90,7 @@ FAMILY = Family(
                 **{"head_dim": 256, "num_key_value_heads": 16, "tie_word_embeddings": True},
                 "hidden_act": "gelu_pytorch_tanh",
             },
-            # Files published in 2024 use the name gelu for the tanh approximation.
+            # The config.json files published in 2024 call the tanh approximation gelu.
             activations={"gelu": "gelu"},
             ignored=("hidden_activation",),
             gguf=Gguf("gemma", one=True),

@@ -1,4 +1,4 @@
-"""`Facts` of Gemma 2, for the configuration stage."""
+"""The properties of Gemma 2 that the configuration stage needs (`config.family.Facts`)."""
 
 from trainer.config.capabilities.windows import ALTERNATING
 from trainer.config.family import Facts

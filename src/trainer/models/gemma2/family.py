@@ -1,5 +1,5 @@
 """Gemma 2 (Google DeepMind 2024, arXiv:2408.00118): Gemma's block with additional norms after attention and MLP. Every
-other layer attends within a window. Scores and logits have soft caps."""
+other layer attends within a window. Attention scores and logits have soft caps."""
 
 from typing import Any
 
@@ -19,12 +19,12 @@ POST_NORMS = ("use_post_attn_norm", "use_post_ffw_norm")
 
 
 class Block(OuterNorms, gemma.Block):
-    """Computes x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), then dropout. The keys `use_post_attn_norm`
-    and `use_post_ffw_norm` enable the outer norms."""
+    """Computes y = x + norm(attention(norm(x))) and returns dropout(y + norm(mlp(norm(y)))). The keys
+    `use_post_attn_norm` and `use_post_ffw_norm` enable the outer norms."""
 
 
 def stacks(config: Config) -> list[Stack]:
-    """Returns layers with and without a window, alternating."""
+    """Returns stacks in which layers with and without a window alternate."""
     return alternating(Block, config)
 
 

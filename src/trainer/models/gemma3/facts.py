@@ -1,4 +1,4 @@
-"""`Facts` of Gemma 3, for the configuration stage."""
+"""The properties of Gemma 3 that the configuration stage needs (`config.family.Facts`)."""
 
 from trainer.config.capabilities.windows import ALTERNATING
 from trainer.config.family import Facts

@@ -26,12 +26,12 @@ class Block(gemma2.Block):
 
 
 def stacks(config: Config) -> list[Stack]:
-    """Returns the layers, in their pattern with and without a window."""
+    """Returns stacks that repeat the family's pattern of layers with and without a window."""
     return alternating(Block, config)
 
 
 def _named(config: Config) -> str:
-    """Returns the name of a MaxText model with the same attention scale; "" if no model has this scale."""
+    """Returns a model_name for which MaxText uses the attention scale of `config`; "" if there is none."""
     scalar, head_dim = config.query_pre_attn_scalar, config.head_dim
     if scalar in (0, head_dim):
         return "gemma3-4b"

@@ -1,4 +1,4 @@
-"""`Facts` of GLM 4, for the configuration stage."""
+"""The properties of GLM 4 that the configuration stage needs (`config.family.Facts`)."""
 
 from trainer.config.family import Facts
 from trainer.config.tensors import of_blocks

@@ -15,8 +15,8 @@ from trainer.models.qwen2 import family as qwen2
 
 
 class Block(OuterNorms, qwen2.Block):
-    """Computes x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), then dropout. The keys `use_post_attn_norm`
-    and `use_post_ffw_norm` enable the outer norms; `attention_bias` enables the biases."""
+    """Computes y = x + norm(attention(norm(x))) and returns dropout(y + norm(mlp(norm(y)))). The keys
+    `use_post_attn_norm` and `use_post_ffw_norm` enable the outer norms; `attention_bias` enables the biases."""
 
 
 def stacks(config: Config) -> list[Stack]:
@@ -24,7 +24,7 @@ def stacks(config: Config) -> list[Stack]:
     return [Stack("layers", (Block,), config.base_num_decoder_layers)]
 
 
-# Each head is stored as the adjacent pairs that RoPE rotates, so nothing is reordered.
+# Hugging Face stores each head as the adjacent pairs that RoPE rotates, so its entries are not reordered.
 _SHARED = {name: layout._replace(rotated="") for name, layout in (LAYOUTS | qwen2.BIASES).items()}
 _OUTER = {
     "decoder/layers/post_self_attention_norm/scale": Layout("model.layers.{}.post_self_attn_layernorm.weight"),

@@ -1,4 +1,4 @@
-"""`Facts` of GLM 4.5 to 4.7, for the configuration stage."""
+"""The properties of GLM 4.5 to 4.7 that the configuration stage needs (`config.family.Facts`)."""
 
 from trainer.config.family import OF_SOME, Facts
 from trainer.config.tensors import of_blocks

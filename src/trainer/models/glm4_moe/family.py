@@ -1,6 +1,6 @@
-"""GLM 4.5, 4.6 and 4.7 (GLM team 2025, arXiv:2508.06471): the experts of DeepSeek-V3, and Qwen2's attention. RoPE
-rotates only the first half of each head, in which it pairs entry i with entry i + head_dim / 4. The large models have
-`use_qk_norm`."""
+"""GLM 4.5, 4.6 and 4.7 (GLM team 2025, arXiv:2508.06471): Qwen2's attention and DeepSeek-V3's experts. RoPE
+rotates only the first half of each head, in which it pairs entry i with entry i + head_dim / 4. The large models also
+normalize queries and keys (`use_qk_norm`)."""
 
 import functools
 from collections.abc import Mapping

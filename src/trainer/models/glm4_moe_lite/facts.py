@@ -1,4 +1,5 @@
-"""`Facts` of GLM 4.7 Flash, for the configuration stage, the same as DeepSeek's."""
+"""The properties of GLM 4.7 Flash that the configuration stage needs (`config.family.Facts`). They are the same
+as DeepSeek's."""
 
 import dataclasses
 

@@ -1,4 +1,5 @@
-"""GLM 4.7 Flash (GLM team 2026): DeepSeek-V3's blocks. The norms of latents have a separate epsilon."""
+"""GLM 4.7 Flash (GLM team 2026): DeepSeek-V3's blocks, in which the norms of the latents (compressed queries,
+keys and values) have a separate epsilon."""
 
 import functools
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""`Facts` of GPT-3, for the configuration stage."""
+"""The properties of GPT-3 that the configuration stage needs (`config.family.Facts`)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +21,7 @@ def _heads(config: Config) -> str | None:
 
 
 def _tensors(config: Mapping[str, Any]) -> dict[str, Axes]:
-    """See `Facts.tensors`. With `fused_qkv`, one matrix, three times as large, computes queries, keys and values."""
+    """See `Facts.tensors`. With `fused_qkv`, one matrix computes queries, keys and values."""
     own = ("self_attention/query/kernel", "self_attention/key/kernel")
     if not config["fused_qkv"]:
         return TENSORS

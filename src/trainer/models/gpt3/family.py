@@ -1,6 +1,7 @@
 """GPT-3 (Brown et al. 2020, arXiv:2005.14165): layer norm, learned positions, biases, and an MLP without a gate.
 
-Attention is dense in every layer. Norms multiply by 1 + scale, as in MaxText.
+Attention is dense in every layer, whereas the paper alternates dense and sparse attention. Norms multiply by 1 + scale,
+as in MaxText.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +22,7 @@ KEYS = ("trainable_position_size", "fused_qkv")
 
 
 class Block(llama2.Block):
-    """Computes x + attention(norm(x)), then x + mlp(norm(x)), then dropout. The MLP contains its norm.
+    """Computes y = x + attention(norm(x)) and returns dropout(y + mlp(norm(y))). The second norm is part of the MLP.
 
     With `fused_qkv`, one matrix computes queries, keys and values.
     """
@@ -54,7 +55,7 @@ class Block(llama2.Block):
         return self.pre_self_attention_norm(x_bte)
 
     def feed_forward_input(self, x_bte: jax.Array) -> jax.Array:
-        """Returns the residual stream unchanged, because the MLP contains the norm."""
+        """Returns the residual stream unchanged, because the norm is part of the MLP."""
         return x_bte
 
 

@@ -1,11 +1,11 @@
-"""`Facts` of gpt-oss, for the configuration stage."""
+"""The properties of gpt-oss that the configuration stage needs (`config.family.Facts`)."""
 
 from trainer.config.capabilities.windows import ALTERNATING
 from trainer.config.family import Axes, Facts
 from trainer.config.keys import Config
 from trainer.config.tensors import TENSORS, of_blocks, renamed
 
-ATTENTION = "GptOssAttention"  # MaxText's name of the attention layer, which prefixes its parameters
+ATTENTION = "GptOssAttention"  # MaxText's name of the attention layer, a prefix of its parameters' names
 _NAMES = {name: name.replace("self_attention/", f"{ATTENTION}/") for name in TENSORS}
 
 

@@ -1,5 +1,5 @@
-"""gpt-oss (OpenAI 2025, arXiv:2508.10925): experts in every layer, with biases and a clamped gate; every other layer
-attends within a window; each head has an attention sink."""
+"""gpt-oss (OpenAI 2025, arXiv:2508.10925): every layer has experts with biases and a clamped gated unit; every
+other layer attends within a window; every head has an attention sink."""
 
 import functools
 from collections.abc import Mapping
@@ -23,12 +23,13 @@ from trainer.models.qwen2.family import BIASES
 from trainer.ops.routing import Score, softmax_of_chosen
 
 NAME = "GptOssMlp"
-ALPHA = 1.702  # makes x sigmoid(x) close to GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415)
+ALPHA = 1.702  # x sigmoid(ALPHA x) approximates GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415)
 
 
-@functools.cache  # NNX compares this function, so equal models must share it
+@functools.cache  # NNX compares the result by identity, so equal models must share it
 def clamped(limit: float) -> Combine:
-    """Returns the gated unit (up + 1) gate sigmoid(ALPHA gate), with gate at most `limit` and up in [-limit, limit]."""
+    """Returns the gated unit (up + 1) gate sigmoid(ALPHA gate), after clipping gate to at most `limit` and up to
+    [-limit, limit]."""
 
     def hidden(gate: jax.Array, up: jax.Array) -> jax.Array:
         gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
@@ -38,7 +39,8 @@ def clamped(limit: float) -> Combine:
 
 
 class Block(ExpertBlock):
-    """Mixtral's block with attention sinks, and with biases in experts, routers and (`attention_bias`) attention."""
+    """Mixtral's block with attention sinks and with biases in experts and routers. With `attention_bias`, attention has
+    biases, too."""
 
     NAME, ATTENTION = NAME, ATTENTION
 
@@ -56,7 +58,7 @@ class Block(ExpertBlock):
 
 
 def stacks(config: Config) -> list[Stack]:
-    """Returns the layers, in their pattern with and without a window."""
+    """Returns stacks that repeat the family's pattern of layers with and without a window."""
     return alternating(Block, config)
 
 
@@ -126,7 +128,7 @@ FAMILY = Family(
             ],
             window="alternating",
             period=2,
-            ropes=("yarn",),  # without rope_parameters, transformers uses the published models' RoPE
+            ropes=("yarn",),  # without rope_parameters, transformers uses the published YaRN
             sizes={
                 "num_experts": "num_local_experts",
                 "num_experts_per_tok": "num_experts_per_tok",

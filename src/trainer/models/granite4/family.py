@@ -1,5 +1,5 @@
-"""Granite 4 (IBM 2025) without Mamba and without experts: the same architecture as Granite 3. Its files have the format
-of models with Mamba and experts, in which gate and up are merged and the MLP is named like a shared expert."""
+"""Granite 4 (IBM 2025) without Mamba and without experts: the same architecture as Granite 3. Its checkpoints have
+the format of the models with Mamba and experts: gate and up are merged, and the MLP is named like a shared expert."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,7 +23,7 @@ GATE_UP = Merged("shared_mlp.input_linear", ("shared_mlp.gate_proj", "shared_mlp
 
 
 def _read(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
-    """See `HuggingFace.read`. Without `layer_types`, every layer is a Mamba layer.
+    """See `HuggingFace.read`. Without `layer_types` or `layers_block_type`, every layer is a Mamba layer.
 
     If `position_embedding_type` is not "rope", no layer has RoPE.
     """
@@ -58,7 +58,7 @@ FAMILY = Family(
             fields=("layer_types", "position_embedding_type"),
             read=_read,
             write=_write,
-            # Fields for Mamba layers and experts, which these models lack, and for initialization.
+            # Fields for initialization, and for Mamba layers and experts, which these models lack.
             ignored=(*(f"mamba_{it}" for it in _MAMBA), "time_step_limit", "num_experts_per_tok", "init_method"),
         )
     ],

@@ -1,4 +1,5 @@
-"""Granite 3 with experts (IBM 2024): Granite 3's block with a mixture of experts, weighted as in Mixtral."""
+"""Granite 3 with experts (IBM 2024): Granite 3's block with a mixture of experts, which are weighted as in
+Mixtral."""
 
 from trainer.config.keys import Config
 from trainer.layers.stack import Stack
@@ -16,7 +17,7 @@ NAME = "moe_block"
 
 
 class Block(mixtral.Block):
-    """A block with experts, weighted by a softmax over each token's chosen experts."""
+    """A block with experts. The weights of a token's chosen experts are the softmax of their router logits."""
 
     NAME = NAME
 
@@ -26,7 +27,7 @@ def stacks(config: Config) -> list[Stack]:
     return [stack_of(config, "layers", DenseBlock, Block, config.base_num_decoder_layers)]
 
 
-# Each tensor contains the matrices of all experts in a layer. One tensor merges gate and up.
+# Each expert tensor contains the matrices of all experts in a layer. Gate and up are merged into one tensor.
 _OURS, _THERE = f"decoder/layers/{NAME}", "model.layers.{}.block_sparse_moe."
 _EXPERTS = {
     f"{_OURS}/gate/kernel": Layout(_THERE + "router.layer.weight", inputs=1),

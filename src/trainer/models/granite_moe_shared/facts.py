@@ -1,4 +1,4 @@
-"""`Facts` of Granite 3 with shared experts, for the configuration stage."""
+"""The properties of Granite 3 with shared experts that the configuration stage needs (`config.family.Facts`)."""
 
 from trainer.config.family import MULTIPLIERS, Facts
 from trainer.config.tensors import of_blocks

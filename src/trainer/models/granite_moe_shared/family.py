@@ -1,5 +1,5 @@
-"""Granite 3 with routed experts and a shared MLP that processes every token (`granitemoeshared`). The MLP is as wide as
-`shared_experts` experts."""
+"""Granite 3 with routed experts and a shared MLP that processes every token (`granitemoeshared`). The key
+`shared_experts` is the width of the shared MLP divided by an expert's width."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +20,7 @@ _LAYER = "decoder/layers/"
 
 
 class Block(SharedExpertBlock):
-    """Granite's block with shared experts."""
+    """Granite's block with routed and shared experts."""
 
     NAME, score = NAME, staticmethod(granite_moe.Block.score)
 

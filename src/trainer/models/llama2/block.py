@@ -63,17 +63,19 @@ def across(config: Config) -> Across:
 
 
 class Block(nnx.Module):
-    """Computes x + attention(norm(x)), then x + mlp(norm(x)), then dropout.
+    """Computes y = x + attention(norm(x)) and returns dropout(y + mlp(norm(y))).
 
     A family overrides the methods in which its block differs.
     """
 
-    ATTENTION: ClassVar[str] = "self_attention"  # the attention layer's attribute, which prefixes its parameters
+    ATTENTION: ClassVar[str] = "self_attention"  # the attention layer's attribute, a prefix of its parameters' names
     ATTENTION_CLASS: ClassVar[type[Attention]] = Attention
-    PARALLEL: ClassVar[bool] = False  # whether the feed-forward layer also reads the block's input
+    # Whether the feed-forward layer reads the block's input, not the residual stream after attention.
+    PARALLEL: ClassVar[bool] = False
 
     def __init__(self, config: Config, rngs: nnx.Rngs, window: int | None = None):
-        """`window`: the layer's window, if layers differ (0: no window). None: `attention_type` determines it."""
+        """`window`: the size of this layer's window, if it depends on the layer; 0: no window. None: the window is the
+        same in all layers, and the key attention_type determines whether there is one."""
         dtypes: dict[str, Any] = {"dtype": jnp.dtype(config.dtype), "weight_dtype": jnp.dtype(config.weight_dtype)}
         self.dropout_rate = config.dropout_rate if config.enable_dropout else 0.0
         self.residual_multiplier = config.residual_multiplier
@@ -89,7 +91,8 @@ class Block(nnx.Module):
         return RMSNorm(width, epsilon=epsilon, **dtypes)
 
     def add_norms(self, config: Config, norm: Callable[[], Any]) -> None:
-        """Makes the norms of the residual stream with `norm()`. Their attributes' names prefix their parameters."""
+        """Makes the norms of the residual stream with `norm()` and sets them as attributes. A parameter's name begins
+        with its norm's attribute name."""
         del config
         self.pre_self_attention_layer_norm, self.post_self_attention_layer_norm = norm(), norm()
 
@@ -114,7 +117,7 @@ class Block(nnx.Module):
         return self.ATTENTION_CLASS(config.base_emb_dim, **{**settings, **dtypes, **given})
 
     def add_feed_forward(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any]) -> None:
-        """Makes the feed-forward layer. Its attribute's name prefixes its parameters."""
+        """Makes the feed-forward layer and sets it as an attribute, with whose name its parameters' names begin."""
         self.mlp = MLP(
             config.base_emb_dim,
             config.base_mlp_dim,
@@ -129,7 +132,7 @@ class Block(nnx.Module):
         return self.pre_self_attention_layer_norm(x_bte)
 
     def attention_output(self, h_bte: jax.Array) -> jax.Array:
-        """Returns the attention layer's addition to the residual stream: [b, t, e] -> [b, t, e]."""
+        """Maps the attention layer's output to the summand for the residual stream: [b, t, e] -> [b, t, e]."""
         return h_bte
 
     def feed_forward_input(self, x_bte: jax.Array) -> jax.Array:
@@ -141,7 +144,7 @@ class Block(nnx.Module):
         return self.mlp(x_bte, context.at(HIDDEN))
 
     def feed_forward_output(self, h_bte: jax.Array) -> jax.Array:
-        """Returns the feed-forward layer's addition to the residual stream: [b, t, e] -> [b, t, e]."""
+        """Maps the feed-forward layer's output to the summand for the residual stream: [b, t, e] -> [b, t, e]."""
         return h_bte
 
     def init_cache(self, rows: int, length: int) -> Any:

@@ -1,4 +1,4 @@
-"""Llama's `Facts`, for the configuration stage."""
+"""The properties of Llama that the configuration stage needs (`config.family.Facts`)."""
 
 from trainer.config.family import Facts
 from trainer.config.tensors import of_blocks

@@ -10,7 +10,7 @@ from trainer.models.gguf import Gguf
 from trainer.models.huggingface import HuggingFace, Layout
 from trainer.models.llama2.block import Block
 
-# The parameters in the order of the forward pass, with their Hugging Face names.
+# The parameters in the order of the forward pass, with their layouts in Hugging Face checkpoints.
 _LAYER = "model.layers.{}."
 LAYOUTS = {
     "token_embedder/embedding": Layout("model.embed_tokens.weight"),
@@ -49,8 +49,8 @@ FAMILY = Family(
             LAYOUTS,
             defaults={},
             whole_heads=True,
-            off=("rope_interleaved",),  # in SmolLM, which was trained with nanotron
-            ignored=("is_llama_config", "max_sequence_length", "activation"),  # in SmolLM, Llama 1, Falcon3
+            off=("rope_interleaved",),  # a field of SmolLM, which was trained with nanotron
+            ignored=("is_llama_config", "max_sequence_length", "activation"),  # of SmolLM, Llama 1, Falcon3
             gguf=Gguf("llama", pairs=True),
         )
     ],

@@ -64,7 +64,7 @@ def _pattern(config: Config) -> list[MakeBlock]:
 
 
 def stacks(config: Config) -> list[Stack]:
-    """Returns the layers, in their pattern with and without RoPE and experts."""
+    """Returns stacks that repeat the pattern of layers, which differ in RoPE and experts."""
     return repeated(_pattern(config), config.base_num_decoder_layers)
 
 
@@ -78,7 +78,7 @@ def _gated(own: str, there: str) -> dict[str, Layout]:
     }
 
 
-# Each head is stored as the adjacent pairs that RoPE rotates, so nothing is reordered.
+# Hugging Face stores each head as the adjacent pairs that RoPE rotates, so its entries are not reordered.
 LAYOUTS = {
     **{name: layout._replace(rotated="") for name, layout in OF_LLAMA.items()},
     **_gated("mlp", ""),
@@ -91,7 +91,8 @@ LAYOUTS = {
 
 
 def _read(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
-    """See `HuggingFace.read`. As in transformers, lists override intervals, but an empty `no_rope_layers` does not."""
+    """See `HuggingFace.read`. As in transformers, the lists no_rope_layers and moe_layers override the intervals, but
+    an empty no_rope_layers is ignored."""
     layers, step = said["num_hidden_layers"], said["interleave_moe_layer_step"]
     keys = read_unrotated({**said, "no_rope_layers": said.get("no_rope_layers") or None}, refused)
     if (sparse := said.get("moe_layers")) is not None:
@@ -101,7 +102,7 @@ def _read(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
     kinds = _kinds(keys["nope_layer_interval"], layers, said["attention_chunk_size"])
     if (given := said.get("layer_types")) and list(given) != kinds:
         refused.append(f"layer_types={shortened(str(given))} (known: chunked_attention in the layers with RoPE)")
-    tuned = bool(said["attn_temperature_tuning"])  # the number 4 in files of April 2025
+    tuned = bool(said["attn_temperature_tuning"])  # files of April 2025 contain the number 4
     return {**keys, "interleave_moe_layer_step": step, "temperature_tuning": tuned}
 
 
@@ -112,7 +113,7 @@ def _kinds(every: int, layers: int, chunk: int | None) -> list[str]:
 def _write(config: Config) -> dict[str, Any]:
     every, layers = config.nope_layer_interval, config.base_num_decoder_layers
     step = config.interleave_moe_layer_step
-    # Without these fields, transformers uses the tokens of the published vocabulary.
+    # Without these fields, transformers uses the token ids of the published vocabulary.
     tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     return {
         "no_rope_layers": rotated(every, layers),
@@ -146,7 +147,8 @@ WITH_IMAGES = Outer(
 
 
 def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
-    """See `Gguf.fields`. llama.cpp uses the published values. It sets `use_qk_norm` unless there are 128 experts."""
+    """See `Gguf.fields`. llama.cpp always uses the published values of these fields. It enables
+    `use_qk_norm` unless the model has 128 experts."""
     fixed = {name: _DEFAULTS[name] for name in ("no_rope_layer_interval", "attention_chunk_size", "floor_scale")}
     return fixed | {"attn_scale": 0.1, "use_qk_norm": said.get("num_local_experts") != 128}
 

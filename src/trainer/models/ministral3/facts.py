@@ -1,4 +1,4 @@
-"""`Facts` of Ministral 3, for the configuration stage."""
+"""The properties of Ministral 3 that the configuration stage needs (`config.family.Facts`)."""
 
 from trainer.config.family import Facts
 from trainer.config.keys import Config

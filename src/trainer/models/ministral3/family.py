@@ -1,5 +1,5 @@
 """Ministral 3 and Devstral 2 (Mistral AI 2025): Mistral's block with YaRN. As in Llama 4 (arXiv:2501.19399),
-queries are multiplied by a factor that grows with position, beyond the original length of YaRN."""
+queries beyond YaRN's original length are multiplied by a factor that grows with the position."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +18,7 @@ from trainer.ops.temperature import Temperature
 
 
 class Block(llama2.Block):
-    """Llama's block. With `temperature_tuning`, a factor on queries grows with position."""
+    """Llama's block. With `temperature_tuning`, queries are multiplied by a factor that grows with the position."""
 
     def make_attention(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any], **given: Any) -> Any:
         return super().make_attention(config, rngs, dtypes, **grown(config), **given)
@@ -40,11 +40,11 @@ ROPE_SIZES = {"temperature_tuning_scale": "llama_4_scaling_beta"}
 
 
 def read(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
-    """See `HuggingFace.read`. The factor on queries grows beyond YaRN's original length."""
+    """See `HuggingFace.read`. `temperature_tuning_floor_scale` is YaRN's original length."""
     rope = said.get("rope_scaling") or said.get("rope_parameters") or {}
     if rope.get("llama_4_scaling_beta") is None:
         refused.append("RoPE without llama_4_scaling_beta")
-    original = rope.get("original_max_position_embeddings")  # transformers reads it only here
+    original = rope.get("original_max_position_embeddings")  # transformers ignores it elsewhere
     if original is None:
         refused.append("RoPE without original_max_position_embeddings")
     return {} if original is None else {"temperature_tuning_floor_scale": original}
@@ -60,7 +60,7 @@ def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_beta(said: Mapping[str, Any], usual: float | None = None) -> dict[str, Any]:
-    """Returns config.json's RoPE object with llama_4_scaling_beta, which GGUF stores as float32.
+    """Returns config.json's RoPE object with llama_4_scaling_beta, rounded because GGUF stores it as float32.
 
     `said`: the argument of `Gguf.fields`. `usual`: the default of llama_4_scaling_beta.
     """

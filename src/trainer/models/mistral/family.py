@@ -11,7 +11,7 @@ NESTED = {
     **{"vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32},
     **{"num_attention_heads": 32, "max_position_embeddings": 131_072, "bos_token_id": 1, "eos_token_id": 2},
 }
-WITH_IMAGES = Outer(  # Mistral Small 3.1 and 3.2, Ministral 3, Mistral 4
+WITH_IMAGES = Outer(  # for Mistral Small 3.1 and 3.2, Ministral 3 and Mistral 4
     "mistral3",
     texts=("mistral", "ministral3", "mistral4"),
     towers=("vision_tower", "multi_modal_projector"),

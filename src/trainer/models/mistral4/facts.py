@@ -1,4 +1,5 @@
-"""`Facts` of Mistral 4, for the configuration stage, combined from DeepSeek's and Ministral 3's."""
+"""The properties of Mistral 4 that the configuration stage needs (`config.family.Facts`). They combine
+DeepSeek's and Ministral 3's."""
 
 from trainer.config.family import LATENT, Facts
 from trainer.models.deepseek import facts as deepseek

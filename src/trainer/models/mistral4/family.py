@@ -1,5 +1,5 @@
 """Mistral 4 (Mistral AI 2026): DeepSeek's latent attention, and DeepSeek's experts with scores from a softmax. As in
-Ministral 3, a factor on queries grows with position."""
+Ministral 3, queries are multiplied by a factor that grows with the position."""
 
 import functools
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from trainer.ops.routing import Score, softmax_in_groups, times
 
 
 class DenseBlock(glm4_moe_lite.DenseBlock):
-    """DeepSeek's block, with the epsilon of GLM 4.7 Flash in the norms of latents, and `temperature_tuning`."""
+    """DeepSeek's block with `temperature_tuning`. The norms of latents have the same epsilon as in GLM 4.7 Flash."""
 
     def make_attention(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any], **given: Any) -> Any:
         return super().make_attention(config, rngs, dtypes, **ministral3.grown(config), **given)
@@ -32,7 +32,7 @@ class Block(DenseBlock, block.Experts):
 
     @staticmethod
     def score(config: Config) -> Score:
-        """See `ExpertBlock.score`. Groups are ranked as in DeepSeek-V3."""
+        """See `ExpertBlock.score`. Groups of experts are ranked as in DeepSeek-V3."""
         groups, kept = config.n_routing_groups, config.topk_routing_group
         if groups <= 1:
             return block.Experts.score(config)
@@ -40,7 +40,7 @@ class Block(DenseBlock, block.Experts):
         return times(score, config.routed_scaling_factor)
 
 
-# Each tensor contains the matrices of all experts in a layer. One tensor merges gate and up.
+# Each expert tensor contains the matrices of all experts in a layer. Gate and up are merged into one tensor.
 _OURS, _THERE = f"decoder/{deepseek.SPARSE}/{block.NAME}/{block.ROUTED}/", "model.layers.{}.mlp.experts."
 _EXPERTS = {
     f"{_OURS}{name}": Layout(f"{_THERE}{it}", swapped=True)
@@ -62,12 +62,12 @@ _IN_GGUF = {name: it._replace(name=f"{it.name}.weight") for name, it in _EXPERTS
 
 
 def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
-    """See `Gguf.fields`. llama.cpp's converter omits llama_4_scaling_beta; the default is the published value."""
+    """See `Gguf.fields`. llama.cpp's converter omits llama_4_scaling_beta, so its default is the published value."""
     own = deepseek.fields(said)
     head, rope = own["qk_nope_head_dim"] + own["head_dim"], ministral3.with_beta(said, usual=0.1)
     rope["partial_rotary_factor"] = own["head_dim"] / max(head, 1)
     length = said.get(_LENGTH, original := rope.get("original_max_position_embeddings"))
-    other = {} if length == original else {_LENGTH: length}  # an unknown field, so the file is refused
+    other = {} if length == original else {_LENGTH: length}  # config.json has no such field, so the file is refused
     return {**own, **other, "head_dim": head, "rope_scaling": rope, "topk_method": "softmax"}
 
 

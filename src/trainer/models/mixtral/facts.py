@@ -1,4 +1,4 @@
-"""`Facts` of Mixtral, for the configuration stage."""
+"""The properties of Mixtral that the configuration stage needs (`config.family.Facts`)."""
 
 from trainer.config.family import Facts
 from trainer.config.tensors import of_blocks

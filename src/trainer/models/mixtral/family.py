@@ -15,7 +15,7 @@ NAME = "MoeBlock_0"
 
 
 class Block(ExpertBlock):
-    """A block with experts, weighted by a softmax over each token's chosen experts."""
+    """A block with experts. The weights of a token's chosen experts are the softmax of their router logits."""
 
     NAME = NAME
 

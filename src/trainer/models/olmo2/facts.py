@@ -1,4 +1,4 @@
-"""`Facts` of OLMo 2, for the configuration stage."""
+"""The properties of OLMo 2 that the configuration stage needs (`config.family.Facts`)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ _NAMES |= {"pre_self_attention_layer_norm/scale": "post_self_attention_layer_nor
 
 
 def tensors(config: Mapping[str, Any]) -> dict[str, Axes]:
-    """Returns Llama's tensors under the names of this family."""
+    """See `Facts.tensors`. Returns Llama's tensors under this family's names."""
     del config
     return renamed(TENSORS, _NAMES)
 

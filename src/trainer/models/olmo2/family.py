@@ -18,8 +18,8 @@ from trainer.models.llama2.family import LAYOUTS as OF_LLAMA
 
 
 class Block(llama2.Block):
-    """Computes x + norm(attention(x)), then x + norm(mlp(x)), then dropout. With `use_qk_norm`, queries and keys are
-    normalized over all heads."""
+    """Computes y = x + norm(attention(x)) and returns dropout(y + norm(mlp(y))). With `use_qk_norm`, queries and keys
+    are normalized over all heads."""
 
     ATTENTION = "attention"
 
@@ -31,14 +31,14 @@ class Block(llama2.Block):
         return super().make_attention(config, rngs, dtypes, qk_norm_over_heads=True, **given)
 
     def attention_input(self, x_bte: jax.Array) -> jax.Array:
-        """Returns the residual stream."""
+        """Returns the residual stream unchanged."""
         return x_bte
 
     def attention_output(self, h_bte: jax.Array) -> jax.Array:
         return self.post_self_attention_layer_norm(h_bte)
 
     def feed_forward_input(self, x_bte: jax.Array) -> jax.Array:
-        """Returns the residual stream."""
+        """Returns the residual stream unchanged."""
         return x_bte
 
     def feed_forward_output(self, h_bte: jax.Array) -> jax.Array:

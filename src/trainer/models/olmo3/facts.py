@@ -1,4 +1,4 @@
-"""`Facts` of OLMo 3, for the configuration stage."""
+"""The properties of OLMo 3 that the configuration stage needs (`config.family.Facts`)."""
 
 from trainer.config.capabilities.windows import ALTERNATING
 from trainer.config.family import Facts

@@ -1,4 +1,5 @@
-"""OLMo 3 (Ai2 2025, arXiv:2512.13961): OLMo 2's block. All layers except every fourth have a window."""
+"""OLMo 3 (Ai2 2025, arXiv:2512.13961): OLMo 2's block. Every fourth layer attends to the whole
+sequence, the other layers within a window."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,12 +20,12 @@ PERIOD = 4
 
 
 def stacks(config: Config) -> list[Stack]:
-    """Returns the layers, in their pattern with and without a window."""
+    """Returns stacks that repeat the family's pattern of layers with and without a window."""
     return alternating(Block, config)
 
 
 def _maxtext_keys(config: Config) -> dict[str, Any]:
-    """See `MaxText.more`. With this model_name, MaxText normalizes queries and keys over all heads."""
+    """See `MaxText.more`. With model_name=olmo3-7b, MaxText normalizes queries and keys over all heads."""
     named = {"model_name": "olmo3-7b", "override_model_config": True} if config.use_qk_norm else {}
     return {**named, "inhomogeneous_layer_cycle_interval": PERIOD}
 
@@ -35,7 +36,7 @@ def _refuses(config: Config) -> list[str]:
     return [*other_period(config, PERIOD), *([uneven] if layers % PERIOD else [])]
 
 
-_WINDOWS = "attention.sliding_window_pattern"  # a key in GGUF: whether each layer has a window
+_WINDOWS = "attention.sliding_window_pattern"  # a GGUF key: a list of booleans, true if the layer has a window
 _KINDS = ("full_attention", "sliding_attention")
 
 

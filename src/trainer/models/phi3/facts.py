@@ -1,4 +1,4 @@
-"""`Facts` of Phi 3 and 4, for the configuration stage."""
+"""The properties of Phi 3 and 4 that the configuration stage needs (`config.family.Facts`)."""
 
 from trainer.config.family import Facts
 from trainer.config.keys import Config

@@ -1,6 +1,6 @@
 """Phi 3 and Phi 4 (Abdin et al. 2024, arXiv:2404.14219, arXiv:2412.08905; Phi-4-mini: arXiv:2503.01743): Llama's block.
-RoPE may scale wavelengths by other factors for long texts (LongRoPE) and may rotate only a part of each head. Hugging
-Face's format merges queries, keys and values into one tensor, and gate and up into another."""
+RoPE may scale wavelengths by factors that depend on whether a text is long (LongRoPE), and may rotate only a part of
+each head. Hugging Face's format merges queries, keys and values into one tensor, and gate and up into another."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,7 @@ from trainer.models.llama2.family import LAYOUTS, stacks
 
 
 def _read(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
-    """See `HuggingFace.read`. With scaled RoPE, ignores a window that covers the longest text."""
+    """See `HuggingFace.read`. If RoPE is scaled, a window that covers the longest text is ignored."""
     del refused
     rope = said.get("rope_scaling") or said.get("rope_parameters") or {}
     stretched = (rope.get("rope_type") or rope.get("type") or "default") != "default"
@@ -23,7 +23,8 @@ def _read(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
 
 
 def no_tokens(config: Config) -> dict[str, Any]:
-    """Returns null token fields. If they were absent, transformers would use the tokens of the published vocabulary."""
+    """Returns the fields for token ids, with value null. If they were absent, transformers would use the ids of the
+    published vocabulary."""
     del config
     return dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 
@@ -51,10 +52,10 @@ FAMILY = Family(
             whole_heads=True,
             ropes=("default", "longrope", "su"),
             partial=True,
-            off=("lm_head_bias",),  # Phi-4-mini
+            off=("lm_head_bias",),  # a field of Phi-4-mini
             read=_read,
             write=no_tokens,
-            ignored=("full_attn_mod", "interpolate_factor"),  # Phi-4-mini
+            ignored=("full_attn_mod", "interpolate_factor"),  # fields of Phi-4-mini
             gguf=Gguf(
                 "phi3",
                 sizes=SIZES | {WINDOW: "sliding_window"},

@@ -1,1 +1,1 @@
-"""Qwen3, dense. Sizes: `qwen3-*b.yml` in config/models/."""
+"""The dense models of Qwen3. Sizes: `qwen3-*b.yml` in config/models/."""

@@ -1,4 +1,5 @@
-"""Qwen3, dense (Qwen team 2025, arXiv:2505.09388): Llama's block with `use_qk_norm`."""
+"""The dense models of Qwen3 (Qwen team 2025, arXiv:2505.09388): Llama's block with norms of queries and keys
+(`use_qk_norm`)."""
 
 from trainer.models.family import Family, MaxText
 from trainer.models.flops import forward_flops_per_token

@@ -1,4 +1,4 @@
-"""`Facts` of Qwen 3.5 and 3.6, for the configuration stage."""
+"""The properties of Qwen 3.5 and 3.6 that the configuration stage needs (`config.family.Facts`)."""
 
 from trainer.config.family import Facts
 from trainer.models.qwen3_next.facts import FIXES, READS, WORDS

@@ -1,5 +1,5 @@
-"""Qwen 3.5 and 3.6, dense (Qwen team 2026; the reference is transformers' modeling_qwen3_5): `qwen3_next.block` with an
-MLP. Published models are multimodal; only their text models are read."""
+"""The dense models of Qwen 3.5 and 3.6 (Qwen team 2026; the reference is transformers' modeling_qwen3_5): Qwen3-Next's
+blocks with an MLP. Published models are multimodal, but only their text models are supported."""
 
 from trainer.layers.delta_net import PROJECTIONS
 from trainer.models.family import Family
@@ -26,7 +26,8 @@ NESTED = {
 
 
 def with_images(model_type: str) -> Outer:
-    """Returns the declaration of the multimodal models. Some programs write `model_type` into text_config, too."""
+    """Returns the declaration of the multimodal models. Their `model_type` is also allowed in text_config, where some
+    programs write it."""
     return Outer(
         model_type,
         texts=(f"{model_type}_text", model_type),

@@ -1,4 +1,4 @@
-"""`Facts` of Qwen 3.5 and 3.6 with experts, for the configuration stage."""
+"""The properties of Qwen 3.5 and 3.6 with experts that the configuration stage needs (`config.family.Facts`)."""
 
 from trainer.config.family import Facts
 from trainer.config.keys import Config

@@ -1,5 +1,5 @@
 """Qwen 3.5 and 3.6 with experts (Qwen team 2026; the reference is transformers' modeling_qwen3_5_moe):
-`qwen3_next.block` with experts. Published models are multimodal; only their text models are read."""
+Qwen3-Next's blocks with experts. Published models are multimodal, but only their text models are supported."""
 
 from trainer.layers.delta_net import PROJECTIONS
 from trainer.models.family import Family

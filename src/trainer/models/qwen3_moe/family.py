@@ -15,8 +15,8 @@ NAME = "moe_block"
 
 
 class Block(ExpertBlock):
-    """A block with experts, weighted by their probabilities. `norm_topk_prob` divides the weights of a token's experts
-    by their sum, so that they equal the softmax over the chosen experts."""
+    """A block with experts. The weights of a token's chosen experts are their probabilities, a softmax over all
+    experts. `norm_topk_prob` divides these weights by their sum, which yields the softmax over the chosen experts."""
 
     NAME = NAME
 
@@ -81,8 +81,9 @@ FAMILY = Family(
                 },
                 fields=lambda said: {"decoder_sparse_step": 1, "norm_topk_prob": True},
             ),
-            off=("qkv_bias", "shared_expert_intermediate_size"),  # from Qwen2 with experts; false and 0 in Qwen3-Coder
-            ignored=("sliding_window", "max_window_layers", "use_qk_norm"),  # use_sliding_window is always false
+            off=("qkv_bias", "shared_expert_intermediate_size"),  # false and 0 in Qwen3-Coder
+            # use_sliding_window is always false, so the fields of windows are ignored.
+            ignored=("sliding_window", "max_window_layers", "use_qk_norm"),
         )
     ],
     maxtext=MaxText(norms_heads=True, refuses=maxtext_refuses),

@@ -1,1 +1,1 @@
-"""Qwen3-Next, and the blocks of Qwen 3.5 and 3.6. Sizes: `qwen3-*next-*.yml` in config/models/."""
+"""Qwen3-Next, whose blocks Qwen 3.5 and 3.6 also use. Sizes: `qwen3-*next-*.yml` in config/models/."""

@@ -1,10 +1,10 @@
-"""`Facts` of Qwen3-Next, for the configuration stage."""
+"""The properties of Qwen3-Next that the configuration stage reads (`trainer.config.family.Facts`)."""
 
 from trainer.config.family import PATTERN, RECURRENT, Facts
 
 READS = (PATTERN, *RECURRENT, "partial_rotary_factor")
-# The blocks always have these values of MaxText's arguments. MaxText's use_qk_norm=true would add a different norm, and
-# use_mrope does not change how text is rotated.
+# These arguments of MaxText are accepted without effect. The blocks always normalize as with use_qk_norm_in_gdn=true
+# and use_qk_norm=false; use_qk_norm=true would add a different norm. use_mrope does not change RoPE for text.
 WORDS = dict.fromkeys(("use_qk_norm_in_gdn=true", "use_qk_norm=false", "use_mrope=true", "use_mrope=false"), "")
 FIXES = {"attention_type": "global", "rope_interleave": False, "use_qk_norm": True}
 FACTS = Facts(

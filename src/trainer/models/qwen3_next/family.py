@@ -1,5 +1,5 @@
-"""Qwen3-Next (Qwen team 2025): `qwen3_next.block` with experts. Hugging Face's format merges projections into one
-tensor, whose outputs are grouped by head."""
+"""Qwen3-Next (Qwen team 2025): the blocks of `qwen3_next.block` with experts. Hugging Face's format merges several
+projections into one tensor, whose outputs are grouped by head; merged convolutions are not grouped."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -91,7 +91,7 @@ def _kinds(every: int, layers: int) -> list[str]:
 
 
 def read(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
-    """See `HuggingFace.read`. As in transformers, layer_types takes precedence over the interval."""
+    """See `HuggingFace.read`. As in transformers, layer_types takes precedence over full_attention_interval."""
     layers, every, given = said["num_hidden_layers"], said["full_attention_interval"], said.get("layer_types")
     if given:
         every = given.index(_FULL) + 1 if _FULL in given else layers + 1
@@ -100,14 +100,14 @@ def read(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
                 f"layer_types={shortened(str(given))} (known: every n-th is {_FULL}, the others {_LINEAR_KIND})"
             )
     if min(every, layers) > PERIOD:
-        refused.append(f"{every} layers until their kinds repeat (known: up to {PERIOD})")
-    if (gate := said.get("output_gate_type") or "silu") not in ("silu", "swish"):  # of recurrent layers
+        refused.append(f"layer types that repeat after {every} layers (known: up to {PERIOD})")
+    if (gate := said.get("output_gate_type") or "silu") not in ("silu", "swish"):  # in recurrent layers
         refused.append(f"output_gate_type={shortened(gate)} (known: silu, also called swish)")
     return {"inhomogeneous_layer_cycle_interval": every}
 
 
 def read_sparse(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
-    """Like `read`, and also returns the number of shared experts, each as wide as a routed expert."""
+    """Like `read`, but also returns the number of shared experts, each of which is as wide as a routed expert."""
     width, each = said[_SHARED_WIDTH], said["moe_intermediate_size"]
     if width < 1 or width % each:
         refused.append(f"{_SHARED_WIDTH}={width} (known: multiples of moe_intermediate_size={each})")

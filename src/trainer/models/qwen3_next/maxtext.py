@@ -17,7 +17,7 @@ _MERGED = {
     "in_proj_ba": ("beta", "decay"),
     "conv1d": ("query_conv", "key_conv", "value_conv"),
 }
-# The modules of a layer that MaxText names differently.
+# MaxText's name for each module of a layer that it names differently.
 _MODULES = {
     "pre_self_attention_layer_norm": "input_layernorm",
     "post_self_attention_layer_norm": "post_attention_layernorm",
@@ -74,7 +74,7 @@ def _names_in_order(name: str, where: Place) -> Named:
 
 
 def _more(config: Config) -> dict[str, Any]:
-    """See `MaxText.more`. Norms of MaxText's `use_qk_norm` would multiply by the scale alone, not by 1 + scale."""
+    """See `MaxText.more`. `use_qk_norm` is false, because its norms would multiply by scale, not by 1 + scale."""
     return {"use_qk_norm": False, "base_mlp_dim": config.base_moe_mlp_dim}
 
 
@@ -104,7 +104,7 @@ def _refuses_rest(config: Config) -> list[str]:
 
 _KEYS = (PATTERN, *RECURRENT, CHUNK, "partial_rotary_factor", "shared_experts")
 NEXT = MaxText(norms_heads=True, names=_names_of_kinds, joined=_JOINED, keys=_KEYS, more=_more, refuses=_refuses)
-# MaxText's block qwen3_5 has experts.
+# MaxText has the block qwen3_5 only with experts.
 WITH_EXPERTS = MaxText(
     norms_heads=True,
     names=_names_in_order,

@@ -1,4 +1,4 @@
-"""`Facts` of SmolLM3, for the configuration stage."""
+"""The properties of SmolLM3 that the configuration stage reads (`trainer.config.family.Facts`)."""
 
 from trainer.config.family import Facts
 from trainer.config.tensors import of_blocks

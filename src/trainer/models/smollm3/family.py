@@ -33,7 +33,7 @@ def stacks(config: Config) -> list[Stack]:
 def _write(config: Config) -> dict[str, Any]:
     every, layers = config.nope_layer_interval, config.base_num_decoder_layers
     interval = {} if every == -1 else {"no_rope_layer_interval": every}
-    # Null: if these fields were missing, transformers would use the special tokens of the published vocabulary.
+    # These fields are null: if they were missing, transformers would use the published vocabulary's special tokens.
     tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     return {"no_rope_layers": rotated(every, layers), **interval, **tokens}
 
@@ -52,7 +52,7 @@ FAMILY = Family(
             },
             only={"use_sliding_window": False},
             fields=("no_rope_layers", "no_rope_layer_interval"),
-            ignored=("sliding_window", "max_window_layers"),  # use_sliding_window is false
+            ignored=("sliding_window", "max_window_layers"),  # no effect without use_sliding_window
             read=read_unrotated,
             write=_write,
             gguf=Gguf("smollm3", pairs=True, fields=lambda said: {"no_rope_layer_interval": 4}),

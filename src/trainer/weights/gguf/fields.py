@@ -18,8 +18,9 @@ from trainer.models.huggingface import HuggingFace
 FREQUENCIES, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 FACTORS = (FREQUENCIES, LONG, SHORT)
 _SCALING, _ORIGINAL, _ROTATED = "rope.scaling.", "rope.scaling.original_context_length", "rope.dimension_count"
-# RoPE parameters of type llama3 that a GGUF file lacks, with their values in all published models.
-_LOW, _HIGH, _ORIGINAL_LLAMA3 = 1.0, (4.0, 1.0), 8192  # 1.0: Llama 4
+# The parameters of RoPE type llama3 that a GGUF file may lack, with their values in all published models. The high
+# frequency factor is 1.0 in Llama 4, and 4.0 in other models.
+_LOW, _HIGH, _ORIGINAL_LLAMA3 = 1.0, (4.0, 1.0), 8192
 _NORM = "blk.0.attn_q_norm.weight"
 _BIASES = "blk.0.attn_q.bias", "blk.0.attn_qkv.bias"
 _HEAD, _VALUES = "attention.key_length", "attention.value_length"
@@ -91,7 +92,8 @@ def _heads(header: GgufHeader, prefix: str, said: Mapping[str, Any], partial: bo
 
 
 def _of_latents(header: GgufHeader, more: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns YaRN's fields that scale the scores of latent attention. Without LOG, llama.cpp would also scale RoPE."""
+    """Returns YaRN's fields that scale the scores of latent attention. Raises UserError without the key `LOG`, because
+    llama.cpp would then also scale queries and keys in RoPE."""
     scale = round(10 * more.get(LOG, 0), 6)
     if scale <= 0 or more.get(ATTENTION, 1) != 1:
         raise UserError(

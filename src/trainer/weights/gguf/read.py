@@ -38,7 +38,7 @@ _MOST_EXPERTS = 1 << 17  # for all layers together; DeepSeek-V3 has 15 thousand
 
 
 class GgufSource(HuggingFaceSource):
-    """See `Source`. The tensors have Hugging Face's names, shapes and order of entries."""
+    """A `Source` that reads a GGUF file. Converts its tensors to Hugging Face's names, shapes and order of entries."""
 
     kind = "GGUF"
 
@@ -69,7 +69,7 @@ class GgufSource(HuggingFaceSource):
         return super()._declared(config)._replace(layouts=self._layouts)
 
     def _check_copy(self, name: str, of: str, otherwise: str) -> None:
-        """Skips the comparison if the two tensors have different types, because their values then differ."""
+        """Skips the comparison if the two tensors have different types, because rounding makes their values differ."""
         if len({self._tensors[it].type for it in (name, of)}) == 1:  # type: ignore[union-attr]
             super()._check_copy(name, of, otherwise)
 
@@ -81,7 +81,8 @@ def fields_of(header: GgufHeader, stored: Mapping[str, GgufTensor]) -> tuple[Hug
     """Returns the declaration of a file's family, and the file's fields as the content of a config.json.
 
     Raises:
-      UserError: the architecture is unknown, or see `read_fields`.
+      UserError: the architecture is unknown, a tensor of RoPE factors is not a list of at most 65,536 float32 values,
+        or `read_fields` refuses the fields.
     """
     hf = read_as(header, header.get("general.architecture", str, "(none)"))
     factors = {name: stored[name] for name in FACTORS if name in stored}

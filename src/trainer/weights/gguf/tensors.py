@@ -1,4 +1,4 @@
-"""Tensors in GGUF files: converts their names and the order of their entries from and to those of Hugging Face."""
+"""Converts the names of tensors, and the order of their entries, between GGUF files and Hugging Face."""
 
 import functools
 import math
@@ -18,8 +18,8 @@ from trainer.models.gguf import Gguf
 from trainer.models.huggingface import EXPERT
 
 _FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
-# The types that gguf 0.19 dequantizes, all in blocks within a row. NVFP4 is not supported, because its second scale is
-# in another tensor.
+# The types that gguf 0.19 dequantizes. No block of values extends over two rows. NVFP4 is not supported, because its
+# second scale is in another tensor.
 QUANTIZED = (
     *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "IQ4_NL", "IQ4_XS"),
     *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0"),
@@ -52,8 +52,11 @@ def kinds() -> Mapping[int, tuple[str, int, int]]:
 
 
 def name_there(it: Gguf, name: str) -> str | None:
-    """Returns the GGUF name of Hugging Face's tensor `name`, with {} in the same position; None if the architecture has
-    no such tensor. A GGUF file stores all experts of a layer in one tensor."""
+    """Returns the GGUF name of Hugging Face's tensor `name`; None if the architecture has no such tensor.
+
+    The number of the layer, or {} in its place, is the same in both names. A GGUF file stores all experts of a layer in
+    one tensor.
+    """
     gguf, number = package(), _LAYER.match(name)
     whole = name.replace(f".{EXPERT}", "").replace("_correction_bias", "_correction.bias")
     names = _names(next(arch for arch, known in gguf.MODEL_ARCH_NAMES.items() if known == it.name))
@@ -67,12 +70,13 @@ def _names(arch: Any) -> Any:
 
 
 class GgufTensor(NamedTuple):
-    """A tensor in a file; see `huggingface.read.Values`.
+    """A tensor in a GGUF file; implements `huggingface.read.Values`.
 
     Attributes:
       type: the name of its type in ggml.
       block: the numbers of values and of bytes in a block.
-      shape: as in Hugging Face.
+      shape: the shape in Hugging Face.
+      start: the offset of the tensor in the file, in bytes.
       head: the head size if the two halves of each head are stored as adjacent pairs; 0 if the order is that of Hugging
         Face.
       one: whether the values are stored with 1 added, which reading subtracts.
@@ -88,7 +92,7 @@ class GgufTensor(NamedTuple):
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of the values that are read."""
+        """The dtype of the values that `read` returns."""
         return _FLOATS[self.kind]
 
     @property
@@ -98,7 +102,7 @@ class GgufTensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file."""
+        """The size of the stored tensor in bytes."""
         return math.prod(self.shape) // self.block[0] * self.block[1]
 
     def rows(self, first: int, count: int) -> "GgufTensor":
@@ -137,7 +141,7 @@ class GgufTensor(NamedTuple):
             raise UserError(f"{self.path}: the file ends within its tensors")
         if self.type in _FLOATS:
             return data.view(_FLOATS[self.type]).reshape(count, columns)
-        with np.errstate(all="ignore"):  # scales in a file may be any number
+        with np.errstate(all="ignore"):  # the scales in a file may be any number, so the product may overflow
             return package().dequantize(data.reshape(count, row), package().GGMLQuantizationType[self.type])
 
 
@@ -186,7 +190,8 @@ def latent_names(name: str) -> tuple[str, str]:
 
 
 def joined_latents(it: Gguf, name: str, layer: int, stored: dict[str, GgufTensor]) -> dict[str, KeysAndValues]:
-    """Removes the two tensors for `name` from `stored`, and returns them joined; {} if they do not fit together."""
+    """Removes the two tensors for `name` from `stored` and returns them joined; {} if one is missing or they differ in
+    their numbers of heads or latents."""
     places = [place.format(layer) for each in latent_names(name) if (place := name_there(it, each))]
     parts = [stored[place] for place in places if place in stored and len(stored[place].shape) == 3]
     if len(parts) < 2 or (parts[0].shape[:2] != (parts[1].shape[0], parts[1].shape[2])):
@@ -197,13 +202,18 @@ def joined_latents(it: Gguf, name: str, layer: int, stored: dict[str, GgufTensor
 
 
 def cut_latents(value: np.ndarray, name: str, keys: int, values: int) -> np.ndarray:
-    """Returns the part of `OF_LATENTS` for `name`, the first or second of `latent_names`."""
+    """Returns the keys or the values of `value`, the tensor `OF_LATENTS`. `name`: one of the two `latent_names`.
+
+    `keys`, `values`: the numbers of entries of a head's keys and values.
+    """
     heads = value.reshape(-1, keys + values, value.shape[-1])
     return heads[:, keys:] if "v_b" in name else heads[:, :keys].swapaxes(1, 2)
 
 
 def divided(stored: Mapping[str, GgufTensor], data: Mapping[str, Any]) -> dict[str, GgufTensor]:
-    """Returns `stored` with the merged query-key-value tensors in files of older GLM models split into three.
+    """Returns `stored` with each merged query-key-value tensor split into three.
+
+    Files of older GLM models contain merged tensors.
 
     Args:
       data: the content of a config.json.
@@ -251,7 +261,7 @@ def as_hugging_face(tensor: GgufTensor, it: Gguf, name: str, head: int) -> GgufT
 
 
 def as_gguf(values: np.ndarray, it: Gguf, name: str, head: int) -> np.ndarray:
-    """Returns the values of Hugging Face's tensor `name` in the order of a GGUF file; the inverse of reading."""
+    """Returns the values of Hugging Face's tensor `name` as a GGUF file stores them; the inverse of `read`."""
     if it.pairs and name.endswith(_PERMUTED):
         heads = values.reshape(-1, 2, head // 2, *values.shape[1:])
         return heads.swapaxes(1, 2).reshape(values.shape)

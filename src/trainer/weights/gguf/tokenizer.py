@@ -45,11 +45,11 @@ _SAMPLE = (
 
 
 def tokenizer_values(place: Path, about: About, rows: int, say: Callable[[str], Any] = print) -> dict[str, Any]:
-    """Returns the keys and values of the tokenizer at `place`, a folder or a GGUF file.
+    """Returns the GGUF keys and values of the tokenizer at `place`, a folder or a GGUF file.
 
     Args:
-      about: the model's `About`, with the tokens that end a text.
-      rows: the vocabulary size of the model. llama.cpp requires a name for each token.
+      about: the model's metadata, including the tokens that end a text.
+      rows: the vocabulary size of the model. It may exceed the tokenizer's; llama.cpp requires a name for each row.
       say: receives a line if something cannot be written.
 
     Raises:

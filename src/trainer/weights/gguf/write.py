@@ -33,11 +33,11 @@ from trainer.weights.huggingface.read import head_to_reorder, layouts_of, tensor
 from trainer.weights.model_keys import check_same_model
 
 _TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-# general.file_type
+# The values of the key general.file_type, by the type of most of a file's values.
 _FILE_TYPES = {"F32": "ALL_F32", **{it: f"MOSTLY_{it}" for it in ("F16", "BF16", "Q8_0", "Q4_0", "Q4_1")}}
-_TABLES = ("token_embd.weight", "output.weight")  # 8-bit if other matrices are 4-bit, as in llama.cpp's files
+_TABLES = ("token_embd.weight", "output.weight")  # stored in 8 bits if other matrices use 4 bits, as llama.cpp does
 _ROUTER = "ffn_gate_inp.weight"
-_VERSION = 2  # the version of the quantized types
+_VERSION = 2  # the value of general.quantization_version
 _WORDS = {bool: "add_bool", int: "add_uint32", float: "add_float32", str: "add_string"}
 
 
@@ -50,7 +50,7 @@ class _Written(NamedTuple):
       shape: the shape of each tensor.
       kind: the name of each tensor's type.
       of: the name in Hugging Face; see `Layout`.
-      how: how the leaves are merged.
+      how: how the leaves are merged; None for a single leaf that is not merged.
     """
 
     leaves: tuple[str, ...]
@@ -73,8 +73,8 @@ def write_gguf(
     """Writes the model with the weights `leaves` into the file `path`. Norms, biases and routers are float32.
 
     Args:
-      config: resolved.
-      dtype: the dtype of the matrices, one of `export.GGUF_DTYPES`; None: as stored.
+      config: the resolved configuration.
+      dtype: the dtype of the matrices, one of `export.GGUF_DTYPES`; None: their current dtype.
       about: the model's metadata, including the tokens that end a text and the maximum text length.
       tokenizer: the folder or file of its tokenizer.
       say: receives a line for each deviation from what was requested.
@@ -119,7 +119,7 @@ def write_gguf(
 
 
 def _plan(config: Config, leaves: Mapping[str, Leaf], dtype: str | None) -> list[_Written]:
-    """Returns all tensors, beginning with the embedding table."""
+    """Returns a description of all tensors to write, beginning with the embedding table."""
     hf, places = hugging_face(config).in_gguf(), places_of(config, leaves)
     assert hf.gguf
     layouts = layouts_of(config, places, hf)
@@ -150,7 +150,7 @@ def _plan(config: Config, leaves: Mapping[str, Leaf], dtype: str | None) -> list
 
 
 def _cut(config: Config, of: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
-    """Returns the tensors that correspond to Hugging Face's tensor `of`, with their shapes."""
+    """Returns the tensors for Hugging Face's tensor `of`, as names and shapes: two if it is `OF_LATENTS`, else one."""
     if not of.endswith(OF_LATENTS):
         return [(of, shape)]
     keys, values = latent_names(of)
@@ -194,7 +194,7 @@ def _header(
     written: Sequence[_Written],
     factors: Mapping[str, np.ndarray],
 ) -> Any:
-    """Returns gguf's writer with all keys and the metadata of all tensors. `most`: the type of most values."""
+    """Returns a `gguf.GGUFWriter` with all keys and the metadata of all tensors. `most`: the type of most values."""
     gguf = package()
     writer = gguf.GGUFWriter(None, it.name)
     writer.add_type("model")

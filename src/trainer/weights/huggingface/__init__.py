@@ -1,1 +1,1 @@
-"""Hugging Face folders: config.json, safetensors, quantized matrices."""
+"""Reads and writes Hugging Face folders: config.json, safetensors files and quantized matrices."""

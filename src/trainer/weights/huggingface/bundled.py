@@ -10,14 +10,14 @@ from trainer.config.limits import EXPERTS
 from trainer.models.huggingface import EXPERT, HuggingFace
 from trainer.weights.huggingface.safetensors_file import DTYPES, StoredTensor
 
-# The matrices in a tensor, by the end of its name.
+# The matrices that a bundled tensor contains, by the end of the tensor's name.
 _BUNDLES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _EACH = f".experts.{EXPERT}.gate_proj.weight"
 
 
 def with_experts(tensors: Mapping[str, StoredTensor], hf: HuggingFace) -> dict[str, StoredTensor]:
     """Returns `tensors`, by name, with each bundled tensor replaced by one tensor for each expert and matrix, if the
-    layouts of `hf` expect one tensor for each expert. Tensors with other shapes are unchanged. Reads no values."""
+    layouts of `hf` expect one tensor for each expert. Bundled tensors of unexpected shape are kept. Reads no values."""
     found = dict(tensors)
     if not any(layout.name.endswith(_EACH) for layout in hf.layouts.values()):
         return found
@@ -31,7 +31,7 @@ def with_experts(tensors: Mapping[str, StoredTensor], hf: HuggingFace) -> dict[s
 
 
 def _each(above: str, tensor: StoredTensor, parts: tuple[str, ...]) -> dict[str, StoredTensor]:
-    """Returns the matrices in `tensor`; {} if it has another shape. `above`: the first part of their names."""
+    """Returns the matrices in `tensor`; {} if its shape is unexpected. `above`: the prefix of the matrices' names."""
     if tensor.kind not in DTYPES or len(tensor.shape) != 3 or not tensor.nbytes:
         return {}
     experts, rows, columns = tensor.shape

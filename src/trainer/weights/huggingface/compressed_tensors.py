@@ -1,8 +1,8 @@
-"""Writes quantized matrices in the layout of compressed-tensors (0.20), for transformers and vLLM. Pure functions.
+"""Converts quantized matrices to the format of compressed-tensors (0.20), which transformers and vLLM can load.
 
-int4 and int8 become `pack-quantized`: symmetric, with scales per output or per group of inputs. float8_e4m3fn becomes
-`float-quantized`: with one scale, or scales per output or per block. Only weights are quantized. `packed` reads
-this layout.
+int4 and int8 matrices become `pack-quantized`: symmetric, with one scale per output or per group of inputs.
+float8_e4m3fn matrices become `float-quantized`: with one scale per matrix, per output or per block. Activations are
+not quantized. All functions are pure; `trainer.weights.huggingface.packed` reads the format.
 """
 
 import collections
@@ -24,7 +24,7 @@ FLOAT32 = np.dtype(np.float32)
 
 
 def scheme_of(kind: str, block: tuple[int, int]) -> Scheme:
-    """Returns the scheme for writing matrices of this kind.
+    """Returns the scheme in which matrices of this kind are written.
 
     Args:
       kind: "int4", "int8" or "fp8" (e4m3).
@@ -45,7 +45,7 @@ def scheme_of(kind: str, block: tuple[int, int]) -> Scheme:
 
 
 def tensors_of(name: str, shape: tuple[int, int], scheme: Scheme, scales: np.dtype = FLOAT32) -> Tensors:
-    """Returns shape and dtype of the tensors that store a matrix.
+    """Returns the shape and the dtype of each tensor that stores a matrix, by the tensor's name.
 
     Args:
       name: the matrix's name in a folder that is not quantized, such as "model.layers.0.mlp.up_proj.weight".
@@ -73,8 +73,8 @@ def arrays_of(
     """Returns the values of the tensors that `tensors_of` describes.
 
     Args:
-      codes: [out, in]; int8, also for int4, whose values are in [-8, 7], or float8_e4m3fn.
-      scales: [out / rows, in / columns], rounded up; a weight is the product of a code and its scale.
+      codes: [out, in]; float8_e4m3fn for fp8, int8 for int8, and int8 with values in [-8, 7] for int4.
+      scales: [blocks of outputs, blocks of inputs]; a weight is its code times the scale of its block.
       dtype: the dtype of the stored scales.
     """
     assert codes.dtype == _CODES[scheme.kind], name
@@ -88,17 +88,18 @@ def arrays_of(
 
 
 def quantization_config(schemes: Mapping[str, Scheme], others: Collection[str]) -> dict[str, Any]:
-    """Returns `quantization_config` of config.json.
+    """Returns the value of `quantization_config` in config.json.
 
     Args:
-      schemes: how each quantized matrix is stored, by its name.
-      others: the names of linear layers' float matrices, such as "lm_head.weight", but not of embedding tables.
+      schemes: the scheme of each quantized matrix, by the matrix's name.
+      others: the names of float matrices in linear layers, such as "lm_head.weight"; embedding tables do not count.
     """
     counts = collections.Counter(schemes.values()).most_common()
     groups = {}
     for i, (scheme, _) in enumerate(counts):
         own = [name.removesuffix(_SUFFIX) for name, each in schemes.items() if each == scheme]
-        # The most frequent scheme targets the class: names of other schemes take precedence over it.
+        # The most frequent scheme targets the class Linear. The other schemes target modules by name, and names take
+        # precedence over the class.
         targets = own if i else ["Linear"]
         groups[f"group_{i}"] = {
             **{"targets": targets, "weights": _weights(scheme), "format": _FORMATS[scheme.layout]},

@@ -1,4 +1,4 @@
-"""The allowed values of the fields of config.json."""
+"""The fields of config.json: their allowed values, and those that do not change a model's results."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -12,9 +12,9 @@ from trainer.weights.huggingface.quantization_config import FIELDS as QUANTIZED
 
 # Fields for the number of experts. transformers reads all of them for every family; its versions write different ones.
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
-# Fields of multi-head latent attention and of groups of experts that do not map to a single key unchanged.
+# Fields of multi-head latent attention and of groups of experts whose values are not simply copied to one key.
 _LATENT, _GROUPS = ("q_lora_rank", "rope_interleave", "qk_head_dim"), ("n_group", "topk_group", "topk_method")
-# The fields for a model's sizes, with our keys.
+# Maps the fields for a model's sizes to our keys.
 SIZES = {
     "vocab_size": "vocab_size",
     "hidden_size": "base_emb_dim",
@@ -26,9 +26,9 @@ _SIZE, _SWITCH = Field(int, low=1), Field(bool, null=True)
 _OPTIONAL_SIZE, _OPTIONAL_NUMBER = Field(int, low=1, null=True), Field(float, null=True)
 _TOKEN = Field(int, null=True)
 _EPSILON, _POWER = Field(float, low=1e-37), Field(float, low=1e-18, high=1e18, null=True)
-# The values of layer_types: a layer without and with a window.
+# The values in layer_types: of a layer without an attention window, and of a layer with one.
 KINDS_OF_LAYERS = ("full_attention", "sliding_attention")
-KIND_OF = {"attention": KINDS_OF_LAYERS[0]}  # the name in files of transformers 4
+KIND_OF = {"attention": KINDS_OF_LAYERS[0]}  # maps a name that transformers 4 writes to the current name
 # The allowed values in config.json and in its RoPE object. All fields are optional.
 _FIELDS = {
     **dict.fromkeys(SIZES, _SIZE) | {"num_hidden_layers": Field(int, low=1, high=LAYERS)},
@@ -75,7 +75,7 @@ _FIELDS_OF_ROPE = {
     **dict.fromkeys(("mscale", "mscale_all_dim", "llama_4_scaling_beta"), Field(float, low=0, null=True)),
     "truncate": _SWITCH,
     **dict.fromkeys(("short_factor", "long_factor"), Field(list, null=True, item=float)),
-    **dict.fromkeys(KINDS_OF_LAYERS, Field(dict, null=True)),  # or one RoPE object for each kind
+    **dict.fromkeys(KINDS_OF_LAYERS, Field(dict, null=True)),  # a RoPE object for each kind of layer
 }
 # RoPE fields that may also be at the top level of config.json.
 _FIELDS_OF_BOTH = {
@@ -99,7 +99,7 @@ _OF_GENERATION = (
 NEUTRAL = (*TOKENS, *IMAGES, "initializer_range", LONGEST, *_OF_GENERATION)
 
 
-# Fields that every declaration reads.
+# Fields that are read for every model type.
 _READ = (
     *("model_type", "num_key_value_heads", "head_dim", "tie_word_embeddings", "layer_types"),
     *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "original_max_position_embeddings"),
@@ -114,7 +114,7 @@ _WINDOW = {
     "read": (),
 }
 # Fields that do not affect the results of a text model in evaluation: settings of training, of generation, of the
-# output, and of the library. Old versions of transformers write all of them.
+# output, and of the library. Old versions of transformers write many of them.
 # fmt: off
 _OF_LIBRARY = frozenset(
     (
@@ -134,8 +134,8 @@ _OF_LIBRARY = frozenset(
 
 
 def unknown_fields(hf: HuggingFace, data: Mapping[str, Any]) -> list[str]:
-    """Returns FIELD=VALUE for each field of config.json that has a value and is not known to be harmless, so that it
-    may change the model's results."""
+    """Returns a line for each field of config.json that has a value, is not read, and is not known to be harmless. Such
+    a field may change the model's results."""
     known = {*_READ, *SIZES, *NEUTRAL, *hf.sizes.values(), *hf.only, *hf.off, *hf.ignored, *hf.fields}
     known |= {field for field, _ in hf.powers.values()}
     known |= {
@@ -153,7 +153,7 @@ def unknown_fields(hf: HuggingFace, data: Mapping[str, Any]) -> list[str]:
 
 
 def unknown_outer_fields(outer: Outer, data: Mapping[str, Any]) -> list[str]:
-    """Returns the `unknown_fields` outside of `text_config`, for a config.json with a `text_config`."""
+    """Returns the lines of `unknown_fields` for the fields outside of `text_config` in a multimodal config.json."""
     known = {"model_type", "text_config", "tie_word_embeddings", *outer.fields, *outer.tokens}
     return _unknown({*known, *NEUTRAL, *QUANTIZED, *_OF_LIBRARY}, data)
 
@@ -167,8 +167,8 @@ def _unknown(known: Collection[str], data: Mapping[str, Any]) -> list[str]:
 
 
 def neutral_keys(data: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Returns the fields of `NEUTRAL` with a value in the config.json `data`. A token may be null,
-    which means that the model has none.
+    """Returns the fields in `NEUTRAL` that have a value in the config.json `data`. A token's field is returned even if
+    it is null, which means that the model has no such token.
 
     Raises:
       UserError: a value has the wrong type.
@@ -191,7 +191,8 @@ def power_of(value: float | None, power: float) -> float | None:
 
 
 def mistyped(data: Mapping[str, Any], hf: HuggingFace | None = None) -> list[str]:
-    """Returns a line for each value that config.json does not allow. `hf`: also checks this declaration's fields."""
+    """Returns a line for each value in the config.json `data` that is not allowed. `hf`: a declaration with further
+    fields to check."""
     own = {**dict.fromkeys((field for field, _ in hf.powers.values()), _POWER), hf.epsilon: _EPSILON} if hf else {}
     wrong = field_problems(data, _FIELDS | _FIELDS_OF_BOTH | own)
     for name in ("rope_scaling", "rope_parameters"):

@@ -30,7 +30,7 @@ from trainer.weights.huggingface.config_fields import (
 from trainer.weights.huggingface.quantization_config import recipe
 from trainer.weights.huggingface.rope_fields import THETA, can_rotate, rope_fields, rope_keys, rope_types
 
-# Maps Hugging Face's names of activations to ours. Its "gelu" is the exact GELU, which no key here can represent.
+# Maps Hugging Face's names of activations to ours. Its "gelu" is the exact GELU, which base.yml cannot express.
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -46,7 +46,7 @@ _MODULES = ("num_mtp_layers", "num_nextn_predict_layers")  # alternative names o
 
 
 def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> dict[str, Any]:
-    """Returns the keys of base.yml for the config.json `data`, except keys without effect.
+    """Returns the keys of base.yml and their values for the config.json `data`. Keys without effect are left out.
 
     Args:
       data: the parsed config.json, with `rope_theta` and `rope_scaling`, or with transformers 5's `rope_parameters`.
@@ -117,7 +117,7 @@ def _block_keys(
 
 def _drop_idle(keys: dict[str, Any], hf: HuggingFace) -> None:
     """Removes keys that have no effect given the other keys."""
-    if keys.get("attention_type") == "global" and hf.window == "given":  # `hf.read` may have set this
+    if keys.get("attention_type") == "global" and hf.window == "given":  # `hf.read` may have set "global"
         keys.pop("sliding_window_size", None)
     if keys.get("query_pre_attn_scalar") == keys.get("head_dim"):
         keys.pop("query_pre_attn_scalar", None)
@@ -135,8 +135,8 @@ def _check_types(data: Mapping[str, Any], where: str, hf: HuggingFace | None = N
 
 
 def declarations(decoder_block: str = "") -> list[tuple[str, HuggingFace]]:
-    """Returns all declarations with their families: those of this package, and the declaration of `decoder_block`,
-    which may be an import path."""
+    """Returns all pairs of a family and one of its declarations: for the families of this package and, if
+    `decoder_block` is an import path, for that family, too."""
     own = [decoder_block] if ":" in decoder_block and family(decoder_block).hugging_face else []
     return [(block, hf) for block in [*FAMILIES, *own] for hf in family(block).hugging_face]
 
@@ -180,8 +180,9 @@ def _contradicting_counts(hf: HuggingFace, data: Mapping[str, Any]) -> list[str]
 
 
 def _sizes(hf: HuggingFace, said: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, str]:
-    """Returns our keys for sizes, each with the name of the field in `said` that has its value. `said` is the
-    config.json `data` with defaults filled in. A family with experts has no dense MLP."""
+    """Maps our keys for sizes to the names of the fields in `said` that have their values. `said` is the config.json
+    `data` with defaults filled in. For a family with experts, base_mlp_dim is included only if the declaration `hf`
+    lists it."""
     own = dict(hf.sizes)
     if "num_experts" in own and own["num_experts"] not in data:
         own["num_experts"] = next((name for name in COUNTS if name in data), own["num_experts"])
@@ -215,7 +216,7 @@ def _group_keys(hf: HuggingFace, said: Mapping[str, Any], refused: list[str]) ->
 
 def _window_keys(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -> dict[str, Any]:
     window = said.get("sliding_window") or 0 if hf.window else 0
-    full = 0  # the number of layers with full attention; other layers attend within a window
+    full = 0  # the number of layers at the beginning that have full attention; later layers have a window
     if hf.window == "switched":
         window = window if said.get("use_sliding_window") else 0
         full = said.get("max_window_layers", 28)
@@ -230,7 +231,7 @@ def _window_keys(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -
         return _alternating(said, hf, refused)
     if given:
         kinds = set(given)
-        if hf.window == "given" and window and kinds != {_SLIDING}:  # transformers ignores layer_types here
+        if hf.window == "given" and window and kinds != {_SLIDING}:  # transformers ignores these layer_types
             refused.append(f"layer_types of {shortened(' and '.join(sorted(kinds)))} with sliding_window={window}")
     else:
         kinds = {_SLIDING if window and layer >= full else _FULL for layer in (0, layers - 1)}
@@ -245,7 +246,8 @@ def _window_keys(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -
 
 
 def _alternating(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -> dict[str, Any]:
-    """Returns the keys if every n-th layer has no window. layer_types takes precedence, as in transformers."""
+    """Returns the window's keys for a model in which every n-th layer has no window. As in transformers,
+    layer_types takes precedence over the field for n."""
     layers, given = said["num_hidden_layers"], said.get("layer_types")
     every = said.get(hf.period_field, hf.period)
     if given and _FULL in given:
@@ -325,7 +327,7 @@ def config_json(config: Config, dtype: str, neutral: Mapping[str, Any]) -> dict[
     data = {**data, **neutral}
     original = config.original_max_position_embeddings
     if config.rope_type == "longrope" and data["max_position_embeddings"] / original != config.rope_factor:
-        data["rope_scaling"]["factor"] = config.rope_factor  # read by transformers 5
+        data["rope_scaling"]["factor"] = config.rope_factor  # transformers 5 reads this field
     return as_typed(data)
 
 

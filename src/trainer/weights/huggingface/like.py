@@ -25,17 +25,19 @@ _TABLE = "token_embedder/embedding"
 
 
 class Like:
-    """A directory that is copied with the weights of another text model.
+    """The directory of a multimodal model, to be copied with other weights for its text model.
 
     Attributes:
-      others: the tensors to copy, by name. `shapes`: their shapes and dtypes.
+      others: the tensors to copy unchanged, by name.
+      shapes: the shapes and dtypes of these tensors, by name.
     """
 
     def __init__(self, path: str, config: Config, shapes: Shapes):
         """
         Args:
           path: the directory.
-          config: the resolved configuration of the text model to write. `shapes`: the shapes of its weights.
+          config: the resolved configuration of the text model to write.
+          shapes: the shapes of the text model's weights.
 
         Raises:
           UserError: the directory's model is not multimodal, or its text model differs from `config`.
@@ -50,7 +52,7 @@ class Like:
         here = described(model_config(source.keys, [], str(source.path)))
         ours = described(config)
         if config.mtp_num_layers < source.modules:
-            del here[MODULES], ours[MODULES]  # the modules that the weights lack are copied
+            del here[MODULES], ours[MODULES]  # modules that the weights lack are copied from the directory
         if differing := [name for name in {**here, **ours} if here.get(name) != ours.get(name)]:
             theirs, given = (as_words(keys, [name for name in differing if name in keys]) for keys in (here, ours))
             raise UserError(
@@ -72,12 +74,12 @@ class Like:
             self.shapes[name] = (tensor.shape, dtype)
 
     def here(self, name: str) -> str:
-        """Returns a tensor's name in the directory, given its name in the text model alone."""
+        """Returns a tensor's name in the directory, given the name that it has if the text model is saved alone."""
         return self._text.here(name)
 
     def notes(self, leaves: Mapping[str, Leaf], dtype: str | None) -> Sequence[str]:
-        """Returns lines about the copied tensors, and about the dtype of `leaves` after the cast to `dtype`, if the
-        directory has another one."""
+        """Returns a line about the copied tensors and, if `leaves`, cast to `dtype`, differ in dtype from the
+        directory's text model, a line about this difference."""
         written = target_dtypes({_TABLE: leaves[_TABLE]}, dtype)[_TABLE].name
         lines = [f"like={self.path}: copied unchanged: {counted(len(self.others), 'other tensor')}"]
         if written != self._table.name:
@@ -85,7 +87,8 @@ class Like:
         return lines
 
     def config(self, about: About) -> dict[str, Any]:
-        """Returns the directory's config.json, with the tokens and the maximum text length of `about`."""
+        """Returns the directory's config.json, in which the special tokens and the maximum text length are replaced by
+        those in `about`."""
         data, said = read_object(self.path / CONFIG), self._about.fields
         new = {name: about.fields[name] for name in (*TOKENS, LONGEST) if name in about.fields}
         for name in [name for name in new if new[name] != said.get(name)]:
@@ -94,7 +97,8 @@ class Like:
         return data
 
     def copy_files(self, target: Path) -> None:
-        """Copies the files about image preparation into `target`, and the tokenizer if `target` has none."""
+        """Copies into `target` the configuration of the image preprocessing and, if `target` has no tokenizer, the
+        tokenizer."""
         names = [path.name for path in sorted(self.path.glob("*processor_config.json"))]
         names += [] if tokenizer_parts(target) else tokenizer_parts(self.path)
         check_folder(self.path, names)

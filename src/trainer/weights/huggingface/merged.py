@@ -1,4 +1,4 @@
-"""Tensors that merge several parameters (`models.huggingface.Merged`): their names, shapes and parts.
+"""Tensors that merge several parameters (`trainer.models.huggingface.Merged`): their names, shapes and parts.
 
 A part has a tensor name in its `Layout`, but no file contains a tensor with this name.
 """
@@ -20,8 +20,8 @@ class Whole(NamedTuple):
 
     Attributes:
       name: the tensor's name in the checkpoint.
-      how: its declaration.
-      part: the number of the part.
+      how: the declaration of the merge.
+      part: the index of the part.
     """
 
     name: str
@@ -44,8 +44,8 @@ def stored_name(tensor: str, merged: Sequence[Merged]) -> str:
 
 
 def wholes(shapes: Shapes, merged: Sequence[Merged]) -> dict[str, list[str]]:
-    """Returns the names of a checkpoint's tensors, each with its parts' names in order. An unmerged tensor is its own
-    only part.
+    """Returns the names of a checkpoint's tensors, each with its parts' names in order. A tensor that is not merged
+    counts as its only part.
 
     Raises:
       UserError: the declaration is wrong: parts are missing, or cannot be divided into its groups.
@@ -105,11 +105,15 @@ def with_parts(tensors: Mapping[str, Any], shapes: Shapes, merged: Sequence[Merg
 
 
 def scheme_of_whole(tensor: str, parts: Sequence[tuple[Scheme | None, int]], concatenated: bool) -> Scheme | None:
-    """Returns a merged tensor's scheme, given the scheme and the number of outputs of each part; None if it is not
-    quantized.
+    """Returns a merged tensor's scheme; None if the tensor is not quantized.
+
+    Args:
+      tensor: its name, for messages.
+      parts: the scheme and the number of outputs of each part.
+      concatenated: whether each part is contiguous in the merged tensor.
 
     Raises:
-      UserError: the parts cannot be one matrix.
+      UserError: the parts cannot be stored as one quantized matrix.
     """
     scheme = parts[0][0]
     rows = scheme.block[0] if scheme else 1

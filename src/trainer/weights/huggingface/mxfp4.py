@@ -1,5 +1,5 @@
-"""MXFP4 (OCP Microscaling Formats 1.0), in which transformers stores gpt-oss's experts. MXFP4 is read as bfloat16,
-which represents all MXFP4 values exactly."""
+"""MXFP4 (OCP Microscaling Formats 1.0), the format in which transformers stores gpt-oss's experts. Its values are read
+as bfloat16, which represents all of them exactly."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -21,7 +21,8 @@ _BIAS = 127
 class Blocks(NamedTuple):
     """Matrices [experts, in, out], stored as codes [experts, out, blocks, BYTES] and scales [experts, out, blocks].
 
-    They have the interface of `StoredTensor`. A block is 32 consecutive inputs; its scale is 2 ** (stored - 127)."""
+    The class has the interface of `StoredTensor`. A block has 32 consecutive inputs; if s is its stored scale, its
+    values are multiplied by 2 ** (s - 127)."""
 
     codes: StoredTensor
     scales: StoredTensor
@@ -41,7 +42,8 @@ class Blocks(NamedTuple):
         return np.dtype(ml_dtypes.bfloat16)
 
     def read(self, box: Box) -> np.ndarray:
-        """See `StoredTensor.read`. Reads expert by expert, because each needs temporary indices and float32 values."""
+        """See `StoredTensor.read`. Reads one expert at a time to limit the memory for temporary indices and float32
+        values."""
         experts, inputs, out = box
         values = np.empty([cut.stop - cut.start for cut in box], self.dtype)
         for i, value in enumerate(values):
@@ -60,7 +62,8 @@ class Blocks(NamedTuple):
 
 
 def with_blocks(tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
-    """Returns `tensors` with each pair of codes and scales replaced by its `Blocks`, under the float tensor's name.
+    """Returns `tensors` with each pair of codes and scales replaced by a `Blocks`, under their common name without
+    suffix.
 
     Raises:
       UserError: lists pairs that are incomplete or do not fit together.

@@ -1,6 +1,7 @@
 """Quantized matrices in Hugging Face folders: several tensors store one `PackedMatrix`.
 
-The tensors of a module's matrix [out, in] depend on `Scheme.layout`. A word is an int32 with 32 / bits integers.
+The tensors of a module's matrix [out, in] depend on `Scheme.layout`. A word is an int32 that contains 32 / bits
+integers.
 
 | layout | codes | scales | zero points |
 |---|---|---|---|
@@ -10,8 +11,9 @@ The tensors of a module's matrix [out, in] depend on `Scheme.layout`. A word is 
 | gptq | `qweight`, words [in, out] along in | `scales` [groups, out] | `qzeros`, words [groups, out] along out |
 | awq | `qweight`, words [in, out] along out | `scales` [groups, out] | `qzeros`, words [groups, out] along out |
 
-A weight is (code - zero point) * scale. packed and plain: compressed-tensors 0.20; inverse: the conversion script of
-DeepSeek-V3 (arXiv:2412.19437, section 3.3.2); gptq: AutoGPTQ 0.8 and GPTQModel; awq: AutoAWQ 0.2.
+A weight is (code - zero point) * scale. The layouts come from these programs: packed and plain from compressed-tensors
+0.20; inverse from the conversion script of DeepSeek-V3 (arXiv:2412.19437, section 3.3.2); gptq from AutoGPTQ 0.8 and
+GPTQModel; awq from AutoAWQ 0.2.
 """
 
 import collections
@@ -27,7 +29,8 @@ from trainer.weights.huggingface.quantization_config import Recipe, Scheme
 from trainer.weights.huggingface.safetensors_file import DTYPES, FLOAT8, StoredTensor
 
 _LARGEST = 20  # the maximum number of lines in a message
-# The names of a module's tensors, by role. If there are several names, the first that exists is used.
+# The last components of the names of a module's tensors: codes and scales by layout, then those of other tensors. If
+# several names are listed for one tensor, the first that exists is used.
 _CODES = {
     **{"packed": ("weight_packed",), "plain": ("weight",), "inverse": ("weight",)},
     **{"gptq": ("qweight",), "awq": ("qweight",)},
@@ -39,7 +42,7 @@ _SCALES = {
 _ZEROS, _GROUPS, _SHAPE = ("weight_zero_point", "qzeros"), ("weight_g_idx", "g_idx"), "weight_shape"
 _NAMES = (*_CODES.values(), *_SCALES.values(), _ZEROS, _GROUPS, (_SHAPE,))
 _PARTS = {name for names in _NAMES for name in names} - {"weight"}
-# The last words of tensor names that only programs with quantized activations read.
+# The last components of the names of tensors that only programs with quantized activations read.
 _OF_ACTIVATIONS = {"activation_scale"} | {
     f"{of}_{it}" for of in ("input", "output", "q", "k", "v", "kv") for it in ("scale", "zero_point")
 }
@@ -48,11 +51,12 @@ _OF_ACTIVATIONS = {"activation_scale"} | {
 def with_matrices(
     tensors: Mapping[str, StoredTensor], recipe: Recipe, where: Path
 ) -> dict[str, StoredTensor | PackedMatrix]:
-    """Returns `tensors` with the tensors of each quantized matrix replaced by the matrix, under its name in an
-    unquantized folder. Omits scales of activations.
+    """Returns `tensors` with the tensors of each quantized matrix replaced by the matrix, under the name
+    that the matrix has in an unquantized folder. Omits scales of activations.
 
     Raises:
-      UserError: lists tensors that are missing or do not fit, and matrices that no target of `recipe` matches.
+      UserError: lists tensors that are missing or have a wrong shape or dtype, and matrices that no target of `recipe`
+        matches.
     """
     if recipe.mxfp4:
         tensors = with_blocks(tensors)
@@ -81,7 +85,8 @@ def with_matrices(
 
 
 def note(tensors: Mapping[str, StoredTensor | PackedMatrix], recipe: Recipe, *, as_floats: bool) -> str:
-    """Returns a line on how quantized matrices are read; "" if there are none."""
+    """Returns a line on how quantized matrices are read; "" if there are none. `as_floats`: whether they are
+    dequantized."""
     if count := sum(isinstance(tensor, Blocks) for tensor in tensors.values()):
         return f"{count} tensors of experts are stored as MXFP4; they are read as bfloat16"
     matrices = [tensor for tensor in tensors.values() if isinstance(tensor, PackedMatrix)]
@@ -98,16 +103,16 @@ def _scaled(module: str, tensors: Mapping[str, StoredTensor]) -> bool:
 
 
 class _Parts(NamedTuple):
-    """The tensors of a module, by the last word of their names."""
+    """The tensors of a module, by the last components of their names."""
 
     module: str
     tensors: Mapping[str, StoredTensor]
 
     def find(self, names: Sequence[str], kinds: Sequence[str]) -> tuple[str, StoredTensor]:
-        """Returns the first tensor in `names` that exists, and its full name.
+        """Returns the full name and the tensor of the first name in `names` that exists.
 
         Raises:
-          UserError: none exists, or its dtype is not in `kinds`.
+          UserError: no tensor exists, or its dtype is not in `kinds`.
         """
         last = next((name for name in names if name in self.tensors), None)
         if last is None:
@@ -118,7 +123,7 @@ class _Parts(NamedTuple):
         return self.full(last), tensor
 
     def full(self, last: str) -> str:
-        """Returns the full name of a tensor."""
+        """Returns the full name of a tensor, given its last component."""
         return shortened(f"{self.module}.{last}")
 
 
@@ -126,7 +131,7 @@ def _matrix(module: str, tensors: Mapping[str, StoredTensor], scheme: Scheme) ->
     """Returns the matrix that a module's tensors form.
 
     Raises:
-      UserError: a tensor is missing or does not fit.
+      UserError: a tensor is missing or has a wrong shape or dtype.
     """
     parts = _Parts(module, tensors)
     codes = _codes(parts, scheme)
@@ -191,7 +196,7 @@ def _zeros(parts: _Parts, scheme: Scheme, tiles: tuple[int, int]) -> Readable | 
 
 
 def _with_axes(tensor: StoredTensor) -> StoredTensor:
-    """Returns scales with two axes. A single axis is the axis of outputs."""
+    """Returns scales or zero points with two axes. A single stored axis is the axis of outputs."""
     return tensor if len(tensor.shape) > 1 else tensor._replace(shape=((*tensor.shape, 1, 1))[:2])
 
 

@@ -1,4 +1,7 @@
-"""A quantized matrix in a Hugging Face folder. See `packed` for its tensors."""
+"""A quantized matrix in a Hugging Face folder.
+
+The docstring of `trainer.weights.huggingface.packed` lists the tensors that store it.
+"""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -17,12 +20,13 @@ class PackedMatrix(NamedTuple):
 
     Attributes:
       name: the name of the float tensor in an unquantized folder.
-      codes: reads int8 or float8_e4m3fn [out, in].
-      scales, zeros: each reads one value per block; zeros are in the range of the codes.
-      groups: int [in], the group of each input; None if groups are consecutive inputs.
+      codes: int8 or float8_e4m3fn [out, in].
+      scales: one scale per block, [blocks of outputs, blocks of inputs].
+      zeros: one zero point per block, in the range of the codes; None if the folder has no zero points.
+      groups: int [in], the group of each input; None if each group consists of consecutive inputs.
       block: the numbers of outputs and of inputs that share a scale.
-      scheme: how it is stored.
-      where: its folder.
+      scheme: how the matrix is stored.
+      where: the path of its folder.
     """
 
     name: str
@@ -130,7 +134,7 @@ class PackedMatrix(NamedTuple):
         return tuple(slice(c.start // size, -(-c.stop // size)) for c, size in zip(box, self.block, strict=True))
 
     def _groups(self, cut: slice) -> np.ndarray | None:
-        """Returns the group of each input in `cut`; None if groups are consecutive inputs."""
+        """Returns the group of each input in `cut`; None if each group consists of consecutive inputs."""
         if self.groups is None:
             return None
         found = self.groups.read((slice(0, self.shape[1]),))
@@ -151,7 +155,7 @@ class PackedMatrix(NamedTuple):
         found = self.zeros.read(tiles)
         if not self.scheme.symmetric or not found.astype(np.float32).any():
             return found
-        # GPTQ: if the file has the other format's zero points, all of them are off by one.
+        # GPTQ has two formats, whose zero points differ by 1: in the wrong format, all are read as 1, or all as -1.
         other = {1: "gptq_v2", -1: "gptq"}.get(int(found[0, 0])) if self.scheme.layout == "gptq" else None
         if other and (found == found[0, 0]).all():
             raise UserError(
@@ -169,7 +173,8 @@ def _places(cut: slice, size: int) -> np.ndarray:
 
 
 def _spread(tiles: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """Returns the values as float32, one for each weight, or as an array that broadcasts to this shape."""
+    """Returns the value of its block for each weight, as float32. An axis with only one block keeps the size 1,
+    which broadcasts."""
     values = tiles.astype(np.float32)
     for axis, places in enumerate((rows, columns)):
         values = values if values.shape[axis] == 1 else values.take(places, axis)

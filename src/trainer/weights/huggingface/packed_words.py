@@ -9,7 +9,8 @@ from trainer.models.huggingface import transposed
 from trainer.weights.huggingface.safetensors_file import StoredTensor
 
 WORD = 32  # bits
-# AWQ: the position in a word of each of eight consecutive integers (kernels unpack pairs). Inverse: 0 2 4 6 1 3 5 7.
+# The position in an AWQ word of each of eight consecutive integers; AWQ's kernels unpack the integers in pairs. The
+# inverse permutation is 0 2 4 6 1 3 5 7.
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
@@ -18,7 +19,7 @@ class Readable(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[out, in], or the numbers of tiles along these axes."""
+        """[out, in]; for scales and zero points, the numbers of blocks along these axes."""
 
     def read(self, box: Box) -> np.ndarray:
         """Returns the values in `box`."""
@@ -43,11 +44,11 @@ class Words(NamedTuple):
 
     Attributes:
       tensor: int32, two axes.
-      shape: the result's shape, [out, in] or its numbers of tiles. The end of the last word may be unused.
+      shape: the result's shape; see `Readable.shape`. The end of the last word may be unused.
       bits: 4 or 8.
       axis: the axis of `tensor` along which words are unpacked.
       turned: whether `tensor` is stored as the transpose of the result.
-      order: the position in a word of each integer.
+      order: the position in a word of each integer; empty: in order.
       less_one: see `Scheme.less_one`.
     """
 
@@ -60,7 +61,7 @@ class Words(NamedTuple):
     less_one: str = ""
 
     def read(self, box: Box) -> np.ndarray:
-        """Returns int8 values in `box`. Reads complete words."""
+        """Returns the values in `box`, as int8."""
         per = WORD // self.bits
         cuts = list(box[::-1] if self.turned else box)
         cut = cuts[self.axis]

@@ -11,14 +11,14 @@ from trainer.config.errors import shortened
 from trainer.config.json_files import Field, field_problems, shown
 from trainer.config.limits import GROUPS, PATTERN_CHARACTERS, PATTERNS, REPETITION_DIGITS
 
-FIELDS = ("quantization_config", "compression_config")  # the second is from early compressed-tensors versions
+FIELDS = ("quantization_config", "compression_config")  # early versions of compressed-tensors write the second
 ADVICE = "load the folder with transformers, dequantize the model and save it"
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 _METHODS = ("compressed-tensors", "fp8", "gptq", "awq", "mxfp4")
 _LINEAR = "Linear"  # the class of a module; all matrices count as linear
 _REGEX = "re:"
-# An assertion at the start of a regular expression; then the tokens among which its closing parenthesis is searched:
-# an escape, a character class, or a character.
+# A lookahead assertion at the start of a regular expression, and a token: an escape, a character class, or a character.
+# `_closed` splits the expression into tokens to find the assertion's closing parenthesis.
 _ASSERTION = re.compile(r"\^?\(\?([=!])")
 _TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^]\\])*\]|.", re.DOTALL)
 _COUNT = re.compile(rf"\{{[\d,]*\d{{{REPETITION_DIGITS + 1}}}")
@@ -49,11 +49,11 @@ class Scheme(NamedTuple):
     Attributes:
       kind: the type of the codes: "int4", "int8" or "fp8" (e4m3). int4 codes that occupy a byte each count as int8.
       block: the numbers of outputs and of inputs that share a scale; 0: all of them.
-      layout: the names and the axis order of its tensors, see `packed`.
+      layout: the names and the axis order of the matrix's tensors; see `trainer.weights.huggingface.packed`.
       zeros: whether zero points are required.
-      less_one: for GPTQ, whether zero points are stored minus 1: "each" separately, or by "word", where a 0 borrows
-        from the next zero point.
-      symmetric: whether all existing zero points are 0.
+      less_one: how GPTQ subtracts 1 from stored zero points: "" not at all; "each": from each one separately; "word":
+        in a single subtraction for all zero points of a word, in which a 0 borrows from the next zero point.
+      symmetric: whether stored zero points must all be 0.
       ordered: whether the folder must contain the group of each input.
     """
 
@@ -87,8 +87,9 @@ class Recipe(NamedTuple):
     """How a folder stores its matrices.
 
     Attributes:
-      schemes: by target: a module's name, "re:" and a regular expression that matches the start of names, or "Linear".
-      ignore: targets without quantized matrices.
+      schemes: the scheme of each target. A target is a module's name, "re:" and a regular expression that matches the
+        beginning of names, or "Linear", which matches all modules.
+      ignore: the targets whose matrices are not quantized.
       activations: whether other programs also quantize activations for this folder.
       mxfp4: whether matrices of experts are stored as MXFP4; they are always read as floats.
     """
@@ -100,7 +101,8 @@ class Recipe(NamedTuple):
 
     def schemes_of(self, modules: Sequence[str]) -> list[Scheme | None]:
         """Returns the scheme of each module; None if no target matches it or it is ignored. As in compressed-tensors,
-        names take precedence over regular expressions (in alphabetic order), and regular expressions over the class."""
+        names take precedence over regular expressions, regular expressions over "Linear", and among regular expressions
+        the alphabetically first."""
         found = [self.schemes.get(_LINEAR)] * len(modules)
         for target in sorted(filter(_is_regex, self.schemes), reverse=True):
             for i in _matching(target, modules):
@@ -135,7 +137,8 @@ def recipe(data: Mapping[str, Any], refused: list[str]) -> Recipe | None:
 
 
 def _fp8(said: Mapping[str, Any], problems: list[str]) -> Recipe | None:
-    """Reads float8 e4m3 as in the folders of DeepSeek-V3 and Qwen3: scales per block, or one scale per matrix."""
+    """Reads the quantization of float8 (e4m3) folders like those of DeepSeek-V3 and Qwen3, which have one scale per
+    block or per matrix."""
     if said.get("fmt") not in (None, "e4m3"):
         problems.append(f"fmt={shown(said['fmt'])} (known: e4m3)")
     if said.get("expert_dtype") not in (None, "fp8"):
@@ -152,7 +155,8 @@ def _mxfp4(said: Mapping[str, Any], problems: list[str]) -> Recipe | None:
 
 
 def _gptq(said: Mapping[str, Any], problems: list[str]) -> Recipe | None:
-    """Reads GPTQ as AutoGPTQ and GPTQModel write it. GPTQModel subtracts 1 from complete words."""
+    """Reads GPTQ as AutoGPTQ and GPTQModel write it. For zero points stored minus 1, AutoGPTQ subtracts
+    1 from each zero point, GPTQModel from a complete word (`Scheme.less_one`)."""
     form = said.get("checkpoint_format") or said.get("format") or "gptq"
     if form not in ("gptq", "gptq_v2") or said.get("is_marlin_format"):
         problems.append(f"checkpoint_format={shown(form)} of gptq (known: gptq, gptq_v2); {ADVICE}")
@@ -183,7 +187,7 @@ def _awq(said: Mapping[str, Any], problems: list[str]) -> Recipe | None:
 
 
 def _of_groups(said: Mapping[str, Any], problems: list[str], scheme: Scheme) -> Recipe | None:
-    """Returns the recipe with one scheme for all matrices, with the bits and groups in `said`."""
+    """Returns a recipe in which all matrices have `scheme` with the number of bits and the group size in `said`."""
     bits, size = said.get("bits"), said.get("group_size", -1)
     if bits not in (4, 8):
         problems.append(f"bits={shown(bits)} (known: 4, 8); {ADVICE}")
@@ -240,11 +244,11 @@ def _scheme(group: Mapping[str, Any], form: str, problems: list[str], where: str
     elif strategy not in ("tensor", "channel"):
         problems.append(f"{where}: strategy={shortened(strategy)} with group_size={size}")
     packed = form == _FORMATS[0]
-    # Without groups or channels, the zero point is unpacked, and may be absent.
+    # With any other strategy, zero points are not packed and may be absent.
     symmetric = weights.get("symmetric", True)
     zeros = not symmetric and strategy in ("group", "channel")
     name = "fp8" if kind == "float" else f"int{bits}" if packed else "int8"
-    ordered = weights.get("actorder") in (True, "group", "dynamic")  # two names for the same setting
+    ordered = weights.get("actorder") in (True, "group", "dynamic")  # all of these mean the same
     return Scheme(name, block, "packed" if packed else "plain", zeros, symmetric=symmetric, ordered=ordered)
 
 
@@ -257,7 +261,8 @@ def _block(said: Any, problems: list[str], name: str) -> tuple[int, int]:
 
 
 def _unusable(targets: Sequence[str]) -> list[str]:
-    """Returns a line for each regular expression of `targets` that is invalid or may take long to match."""
+    """Returns a line for each regular expression in `targets` that is invalid or too large; one line if there are too
+    many."""
     patterns = list(filter(_is_regex, targets))
     if len(patterns) > PATTERNS:
         return [f"{len(patterns):,} regular expressions, more than {PATTERNS}"]
@@ -282,8 +287,10 @@ def _is_regex(target: str) -> bool:
 
 
 def _matching(target: str, modules: Sequence[str]) -> list[int]:
-    """Returns the indices of modules whose names begin with a match of a regular expression. Arrow's RE2 takes linear
-    time. RE2 has no lookahead; here, the expression may begin with one.
+    """Returns the indices of modules whose names begin with a match of the regular expression `target`.
+
+    A file of the folder contains the expression, so it is matched with Arrow's RE2, which always takes linear time. RE2
+    has no lookahead assertions; those at the beginning of the expression are matched separately.
 
     Raises:
       ValueError: the expression is invalid.
@@ -305,7 +312,11 @@ def _matching(target: str, modules: Sequence[str]) -> list[int]:
 
 
 def _closed(pattern: str, start: int) -> tuple[str, str]:
-    """Returns the text from `start` to its closing parenthesis, and the text after that."""
+    """Returns the content of an assertion, from `start` to its closing parenthesis, and the text after the parenthesis.
+
+    Raises:
+      ValueError: the parenthesis is missing, or the assertion is part of an alternative.
+    """
     depth, end = 1, -1
     for token in _TOKEN.finditer(pattern, start):
         depth += (token[0] == "(") - (token[0] == ")")

@@ -1,7 +1,7 @@
-"""Converts between kernels as `products.dequantized` stores them and quantized matrices in Hugging Face folders.
+"""Converts between the quantized kernels of `trainer.products.dequantized` and matrices in Hugging Face folders.
 
-A kernel is [*in, *out] with a scale for each tile of inputs and outputs; the matrix is [out, in] with a scale for each
-block.
+A kernel is [*in, *out] with a scale for each tile of inputs and outputs; a matrix is [out, in] with a scale for each
+block of outputs and inputs.
 """
 
 import functools
@@ -29,12 +29,13 @@ _AS_FLOATS = "give dtype=float32 or dtype=bfloat16, which writes floats"
 
 
 def stored_keys(config: Config, matrices: Mapping[str, Sequence[Any]], others: Sequence[Any]) -> dict[str, Any]:
-    """Returns the keys for a model that stores its weights as the folder does; {} if no weight is quantized, or if
-    weights are quantized in different ways, so that the model must read them as floats.
+    """Returns the keys with which a model stores its weights quantized as the folder does. Returns {} if no weight is
+    quantized, or if no such keys exist, for example because matrices are quantized in different ways: the model must
+    then read the weights as floats.
 
     Args:
-      config: of the float model, resolved.
-      matrices: by canonical name, the tensors of each matrix whose product can be chosen (`matrix_names`).
+      config: the resolved configuration of the float model.
+      matrices: the tensors of each matrix in `stored_matrices`, by the matrix's canonical name.
       others: all other tensors.
     """
     packed = [it for tensors in matrices.values() for it in tensors if isinstance(it, PackedMatrix)]
@@ -43,7 +44,7 @@ def stored_keys(config: Config, matrices: Mapping[str, Sequence[Any]], others: S
         return {}
     kinds, blocks = {it.kind_of_codes for it in packed}, {_block(it) for it in packed} - {None}
     block = blocks.pop() if blocks else None
-    # A matrix with one scale per output fits if all its inputs are within one block.
+    # A matrix with one scale per output fits, too, if a block has one output and at least all inputs of the matrix.
     fits = all(_block(it) or (block[1] == 1 and it.shape[1] <= block[0]) for it in packed) if block else True
     asymmetric = any(it.has_zeros for it in packed)
     alike = len(kinds) == 1 and not blocks and fits and all(it.in_order for it in packed)
@@ -70,8 +71,8 @@ def stored_keys(config: Config, matrices: Mapping[str, Sequence[Any]], others: S
 
 
 def _block(matrix: PackedMatrix) -> tuple[int, int] | None:
-    """Returns the numbers of inputs and outputs that share a scale; None: all inputs of each output. A single scale for
-    a complete matrix counts as one scale per output."""
+    """Returns the numbers of inputs and outputs that share a scale; None if each output has one scale. A single scale
+    for a complete matrix counts as one scale per output."""
     rows, columns = matrix.block
     return None if columns == matrix.shape[1] and rows in (1, matrix.shape[0]) else (columns, rows)
 
@@ -82,8 +83,8 @@ def stored_leaves(
     """Returns the leaves of a kernel's parts. Values are read layer by layer.
 
     Args:
-      name: canonical.
-      kernel: in stored form, a pytree of ShapeDtypeStructs.
+      name: the kernel's canonical name.
+      kernel: the quantized kernel, as a pytree of ShapeDtypeStructs.
       layers: the matrices of each layer: one, or one for each expert.
       stacked: whether the kernel has an axis of layers.
       head: see `Layout.to_ours`.
@@ -110,7 +111,7 @@ def stored_leaves(
 def _of_layer(
     name: str, kernel: Any, layout: Layout, part: str, stacked: bool, head: int, layer: Sequence[PackedMatrix]
 ) -> np.ndarray:
-    """Returns a part of a kernel in one layer."""
+    """Returns one layer of a kernel's part (one of `_PARTS`)."""
     shape, like = kernel.qvalue.shape[int(stacked) :], getattr(kernel, part)
     one = shape[1:] if layout.of_experts else shape
     tiles = kernel.scale.shape[kernel.scale.ndim - len(one) :]
@@ -175,8 +176,8 @@ def scheme_out(name: str, kernel: Any, layout: Layout, stacked: bool) -> Scheme:
 def codes_and_scales(
     name: str, parts: Mapping[str, Leaf], layout: Layout, stacked: bool, head: int, tick: Tick
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields codes and scales of each tensor of a kernel, for `compressed_tensors.arrays_of`. `parts`: the leaves of
-    the kernel's parts, by the last word of their names."""
+    """Yields (codes, scales) of each Hugging Face tensor of a kernel, for `compressed_tensors.arrays_of`. `parts`:
+    the leaves of the kernel's parts, by the last component of their names."""
 
     def matrices(part: str) -> Iterator[np.ndarray]:
         leaf = parts[part]
@@ -193,7 +194,8 @@ def codes_and_scales(
 
 
 def stored_matrices(config: Config) -> list[str]:
-    """Returns the canonical names of the matrices whose products can be chosen; [] if blocks define products."""
+    """Returns the canonical names of the matrices that can be stored quantized (`matrix_names`); [] if a block is a
+    user's Linen module."""
     try:
         return matrix_names(config)
     except UserError:

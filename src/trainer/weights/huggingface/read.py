@@ -1,4 +1,4 @@
-"""Hugging Face directories: config.json and safetensors, in one file or in shards."""
+"""Reads Hugging Face directories: config.json, and safetensors in one file or in shards."""
 
 import functools
 from collections.abc import Collection, Mapping, Sequence
@@ -65,8 +65,8 @@ class HuggingFaceSource:
     """See `Source`.
 
     Attributes:
-      text: for a multimodal model, the part of the directory that is read.
-      quantized: whether matrices are quantized according to config.json.
+      text: the text model of a multimodal model, the only part that is read; None for other models.
+      quantized: whether config.json declares quantized matrices.
     """
 
     kind = "Hugging Face"
@@ -100,7 +100,7 @@ class HuggingFaceSource:
         self._dropped = (
             f"{hf.mtp.field}={config[hf.mtp.field]}" if config.get(hf.mtp.field) and not self.modules else ""
         )
-        self._float_keys = {**keys, MODULES: self.modules}  # transformers drops the modules but keeps the field
+        self._float_keys = {**keys, MODULES: self.modules}  # transformers keeps the field when it drops modules
 
     @functools.cached_property
     def keys(self) -> Mapping[str, Any]:
@@ -206,7 +206,8 @@ class HuggingFaceSource:
         return {name: leaves[name] for name in needed}
 
     def in_other_module(self, config: Config, name: str) -> bool:
-        """Returns whether a tensor, with its name in a text model alone, belongs to a module that `config` lacks."""
+        """Returns whether a tensor belongs to a multi-token prediction module that `config` lacks. `name`: the tensor's
+        name in a text model that is saved alone."""
         return in_other_module(config, self._declared(config).mtp, name, self.modules)
 
     def _declared(self, config: Config) -> HuggingFace:
@@ -247,7 +248,7 @@ def leaf_of(tensors: Sequence[Values], layout: Layout, where: Place | None, shap
 
     Args:
       tensors: the tensors in the order of `tensors_of`.
-      where: the parameter's position in the stacks.
+      where: the parameter's position in the stacks; None outside of the stacks.
       head: see `head_to_reorder`.
     """
     stored, mixed = common_dtype([tensor.dtype for tensor in tensors])
@@ -289,8 +290,8 @@ def _read(tensor: Values, layout: Layout, shape: tuple[int, ...], box: Box, head
 def layouts_of(
     config: Config, places: Mapping[str, Place | None], declared: HuggingFace | None = None
 ) -> Mapping[str, Layout]:
-    """Returns the layouts of `hugging_face_layouts` after checking those of the parameters in `places`, by canonical
-    name.
+    """Returns the layouts of `hugging_face_layouts`, by canonical name. Checks the layouts of the parameters in
+    `places`.
 
     Raises:
       UserError: lists the parameters that have no layout, or whose layout has an invalid tensor name.
@@ -307,13 +308,14 @@ def layouts_of(
 
 
 def head_to_reorder(config: Config, layout: Layout, shape: tuple[int, ...]) -> int:
-    """Returns the number of entries of a head if their order in the tensor differs from our parameter with the shape
-    `shape`; 0 if the order is the same."""
+    """Returns the number of entries of a head if the tensor has them in another order than our parameter; 0 if the
+    order is the same. `shape`: the parameter's shape."""
     return layout.head(config, shape) if config.rope_interleave else 0
 
 
 def tensors_of(layout: Layout, where: Place | None, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
-    """Returns names and shapes of a canonical parameter's Hugging Face tensors at position `where` in the stacks."""
+    """Returns the names and shapes of the Hugging Face tensors of a canonical parameter. `where`: its position in the
+    stacks; None outside of the stacks. `shape`: its shape."""
     names = [layout.name] if where is None else [layout.name.format(i) for i in where.layers]
     one = shape if where is None else shape[1:]
     if not layout.of_experts:

@@ -1,4 +1,4 @@
-"""RoPE in config.json: reads and writes its fields."""
+"""Reads and writes the RoPE fields of config.json."""
 
 import math
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ def rope_keys(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -> d
     if not {_FULL, _SLIDING}.intersection(each):
         keys = _rope_of(said, hf, refused)
         local = said.get(hf.local_rope) if hf.local_rope else None
-        if hf.local_rope and each and not said.get("rope_scaling"):  # transformers 5.24 would ignore it
+        if hf.local_rope and each and not said.get("rope_scaling"):  # transformers 5.24 would ignore these
             refused.append(f"rope_parameters without {_FULL} and {_SLIDING}")
     else:
         outside = {name: value for name, value in said.items() if name not in ("rope_parameters", "rope_theta")}
@@ -50,7 +50,7 @@ def rope_keys(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -> d
             local = None
     if local is None or not keys:
         return keys
-    if not keys.get("rope_truncate", True):  # transformers 5.24 ignores it in the object of a kind of layer
+    if not keys.get("rope_truncate", True):  # transformers 5.24 ignores truncate in such an object
         refused.append("truncate=false in RoPE type yarn")
     if local != int(local):
         refused.append(
@@ -164,15 +164,16 @@ def _yarn_scale(factor: float, mscale: float = 1.0) -> float:
 
 
 def rope_fields(hf: HuggingFace, config: Config) -> dict[str, Any]:
-    """Inverts `rope_keys` for a resolved configuration, in a form that every version of transformers reads. If the
-    family has a separate RoPE base for each kind of layer, each kind has its fields."""
+    """Returns the RoPE fields of a resolved configuration, in a form that every version of transformers reads: the
+    inverse of `rope_keys`. If the family has a separate RoPE base for each kind of layer, rope_parameters contains an
+    object for each kind."""
     theta, scaling = float(config.rope_max_timescale), _rope_scaling(config)
     if scaling and hf.rope_sizes:
         scaling |= {field: config[ours] for ours, field in hf.rope_sizes.items()}
     fields = {"rope_theta": theta, "rope_scaling": scaling}
     if hf.partial:
         fields["partial_rotary_factor"] = config.partial_rotary_factor
-    if config.rope_type == "longrope":  # transformers 4 allows no other field in rope_scaling
+    if config.rope_type == "longrope":  # transformers 4 does not allow this field in rope_scaling
         fields["original_max_position_embeddings"] = config.original_max_position_embeddings
     if not hf.local_rope:
         return fields

@@ -1,7 +1,8 @@
-"""Reads and writes parts of safetensors files. The library only reads complete tensors and writes complete files.
+"""Reads parts of tensors from safetensors files, and writes files tensor by tensor.
 
-The format: the header's length as 8 bytes, little-endian; the header, JSON; the bytes of the tensors in C order
-(https://huggingface.co/docs/safetensors, "Format").
+The safetensors library writes only complete files. A file contains the length of the header (8 bytes,
+little-endian), the header (JSON), and the bytes of the tensors in C order (https://huggingface.co/docs/safetensors,
+"Format").
 """
 
 import json
@@ -17,9 +18,9 @@ import numpy as np
 from trainer.config.errors import UserError
 from trainer.leaves.source import Box
 
-# The dtypes that can be read and written, by their names in the format.
+# The dtypes of unquantized weights, by their names in the format.
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
-# A dtype that only quantized matrices may use; see `packed`.
+# A dtype that only quantized matrices may use; see `trainer.weights.huggingface.packed`.
 FLOAT8 = "F8_E4M3"
 _READ = {
     **DTYPES,
@@ -27,7 +28,7 @@ _READ = {
     **{f"I{bits}": np.dtype(f"i{bits // 8}") for bits in (8, 32, 64)},
     "U8": np.dtype(np.uint8),
 }
-# The dtypes that can be displayed; any program may have written the file.
+# The dtypes whose values can be displayed: not only ours, because any program may have written the file.
 _SHOWN = {
     **_READ,
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
@@ -46,7 +47,7 @@ class StoredTensor(NamedTuple):
     """A tensor in a file."""
 
     path: Path
-    kind: str  # the format's name of the dtype, which may be unsupported for reading
+    kind: str  # the dtype's name in the format; `read` may not support the dtype
     shape: tuple[int, ...]
     start: int  # position of its first byte in the file
     nbytes: int  # bytes in the file
@@ -128,7 +129,7 @@ class TensorPart(NamedTuple):
 
 
 def file_metadata(path: Path) -> dict[str, str]:
-    """Returns the texts in a file's header by name. Raises what `stored_tensors` raises."""
+    """Returns the metadata in a file's header: texts by name. Raises the same errors as `stored_tensors`."""
     from safetensors import safe_open
 
     with safe_open(path, framework="np") as file:
@@ -136,7 +137,7 @@ def file_metadata(path: Path) -> dict[str, str]:
 
 
 def header(tensors: Tensors, metadata: Mapping[str, str]) -> bytes:
-    """Returns the beginning of a file. The bytes of `tensors` follow directly, in their order."""
+    """Returns the beginning of a file, which the bytes of `tensors`, in the same order, must follow."""
     parts: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for name, (shape, dtype) in tensors.items():
@@ -186,14 +187,14 @@ class SafetensorsFile:
         self._file.truncate(end)
 
     def write(self, name: str, value: np.ndarray) -> None:
-        """Writes one tensor. It must have the shape and dtype in the header."""
+        """Writes one tensor, which must have the shape and dtype in the header."""
         start, end = self._offsets[name]
         assert value.nbytes == end - start, name
         self._file.seek(start)
         self._file.write(np.ascontiguousarray(value).view(np.uint8).data)
 
     def copy(self, name: str, tensor: StoredTensor) -> None:
-        """Copies a tensor from another file, in strips. It must have the shape and dtype in the header.
+        """Copies a tensor from another file, in strips. The tensor must have the shape and dtype in the header.
 
         Raises:
           UserError: the other file was truncated after it was opened.
@@ -213,7 +214,7 @@ class SafetensorsFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        """Closes the file. If there was no error, it is first synced to disk."""
+        """Closes the file. Syncs it to disk first, unless there was an error."""
         with self._file:
             if kind is None:
                 self._file.flush()

@@ -1,6 +1,7 @@
-"""Hugging Face directories of multimodal models (`Outer`), which have towers for other data, such as images.
+"""Hugging Face directories of multimodal models, which have towers for other data, such as images.
 
 Only the text model is read, as if it had been saved alone, with its own config.json and tensors.
+`trainer.models.huggingface.Outer` declares a multimodal model.
 """
 
 from collections.abc import Mapping
@@ -19,8 +20,9 @@ from trainer.weights.huggingface.quantization_config import FIELDS as QUANTIZED
 from trainer.weights.huggingface.safetensors_file import StoredTensor
 
 _TEXT, _TIED = "text_config", "tie_word_embeddings"
-# Maps each prefix of a text model that is saved alone to its prefixes in a multimodal directory: first the prefix in
-# published models, which transformers 4 and 5 also save; then the module's prefix in transformers 5, which reads both.
+# Maps each prefix of tensor names in a text model that is saved alone to two possible prefixes in a multimodal
+# directory. Published models have the first, and transformers 4 and 5 save it. The second is the module's name in
+# transformers 5, which reads both.
 _BODY, _HEAD = "model.", "lm_head."
 _PREFIXES = {
     _BODY: ("language_model.model.", "model.language_model."),
@@ -33,9 +35,10 @@ class TextModel(NamedTuple):
     """The text model in the directory of a multimodal model.
 
     Attributes:
-      config: its config.json, as if it had been saved alone.
-      tensors: its tensors, by their names in the directory.
-      others: all other tensors.
+      outer: the declaration of the multimodal model.
+      config: the config.json that the text model would have if it were saved alone.
+      tensors: the text model's tensors, by their names in the directory.
+      others: all other tensors, by name.
       prefixes: maps the prefixes of a text model that is saved alone to the prefixes of `tensors`.
     """
 
@@ -51,7 +54,7 @@ class TextModel(NamedTuple):
         return own + name.removeprefix(here)
 
     def here(self, name: str) -> str:
-        """Inverts `alone`. A head that is not stored gets transformers' name."""
+        """Inverts `alone`. If the directory has no head tensor, the head gets the name that transformers uses."""
         own = next((own for own in {**_PREFIXES, **self.prefixes} if name.startswith(own)), "")
         return self.prefixes.get(own, own) + name.removeprefix(own)
 
@@ -80,7 +83,7 @@ def text_model(
       decoder_block: see `config_json.model_keys`.
 
     Raises:
-      UserError: there is no text model, the declaration does not allow it, or a field or tensor is unknown.
+      UserError: there is no text model, the declaration does not list its model type, or a field or tensor is unknown.
     """
     known = [hf for _, hf in declarations(decoder_block)]
     outer = next((it for hf in known for it in hf.outers if it.model_type == data.get("model_type")), None)
@@ -114,7 +117,7 @@ def _prefixes(tensors: Mapping[str, StoredTensor], where: Path, module: str) -> 
     """Returns `TextModel.prefixes`. `module`: see `Modules.above`.
 
     Raises:
-      UserError: there is no text model, or one of its parts occurs under two names.
+      UserError: there is no text model, or there are several: tensor names begin with several of its possible prefixes.
     """
     found = dict[str, str]()
     of_module = {} if module.startswith(_BODY) else {module: (module, f"{_BODY}{module}")}
@@ -129,8 +132,10 @@ def _prefixes(tensors: Mapping[str, StoredTensor], where: Path, module: str) -> 
 
 
 def _fields(outer: Outer, hf: HuggingFace, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns config.json of the text model alone. Fields of the whole model are outside of `text_config`. As in
-    transformers, quantization fields may be in `text_config` if they are absent outside."""
+    """Returns the config.json that the text model would have if it were saved alone: `text_config` with defaults.
+
+    The fields in `NEUTRAL` (except the maximum text length) and, as in transformers, the quantization fields take their
+    values from outside of `text_config` if they are there."""
     whole = {name: data[name] for name in NEUTRAL if data.get(name) is not None and name != LONGEST}
     quantized = {name: data[name] for name in QUANTIZED if data.get(name)}
     return {**hf.nested, **data[_TEXT], **outer.tokens, **whole, **quantized}
@@ -138,6 +143,7 @@ def _fields(outer: Outer, hf: HuggingFace, data: Mapping[str, Any]) -> dict[str,
 
 def _is_tied(outer: Outer, hf: HuggingFace, data: Mapping[str, Any], has_head: bool) -> bool:
     """Returns whether the head is the embedding table. transformers 4 reads this from `text_config`, transformers 5
-    from outside of it. If the two contradict each other, transformers 5 does not tie a head with a separate tensor."""
+    from outside of it. If the two contradict each other, transformers 5 ties the head, unless the head has a
+    separate tensor."""
     above, below = bool(data.get(_TIED, outer.tied)), bool(data[_TEXT].get(_TIED, hf.nested.get(_TIED, False)))
     return above if above == below else not has_head

@@ -18,8 +18,10 @@ _STRIP = 1 << 25  # bytes to compare at once
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Returns the safetensors files with the model's weights. As in transformers: model.safetensors, else the files of
-    the index, else the only file; [] if there is none. An index that lists model.safetensors takes precedence.
+    """Returns the safetensors files with the model's weights; [] if there are none.
+
+    As in transformers, the files are model.safetensors or, if it does not exist, the files in the index or, without an
+    index, the only safetensors file. An index that lists model.safetensors takes precedence.
 
     Raises:
       UserError: there are several files and no index, or the index lists names that are not files of the directory.
@@ -48,8 +50,8 @@ def other_forms(path: Path) -> str:
 
 
 def model_tensors(path: Path) -> dict[str, StoredTensor]:
-    """Returns the tensors in `weight_files(path)` by name, without reading them. Of several copies of a tensor, returns
-    the copy in the index's file; reads copies to compare them.
+    """Returns the tensors in `weight_files(path)` by name. If several files contain a tensor, returns the copy in the
+    file that the index names. Values are read only to compare such copies.
 
     Raises:
       UserError: a file is damaged, or the index and the files contradict each other.
@@ -61,7 +63,7 @@ def model_tensors(path: Path) -> dict[str, StoredTensor]:
     problems = []
     for name, file in index.items():
         other = next((other for other, tensors in found.items() if name in tensors), "")
-        if other and name not in found[file]:  # a tensor in no file may be a tied head; others are reported later
+        if other and name not in found[file]:  # a tied head may be in no file; other tensors are checked later
             problems.append(f"{shortened(name)} is assigned to {file}, which has no such tensor; it is in {other}")
     for file, tensors in found.items():
         for name, tensor in tensors.items():
@@ -101,7 +103,7 @@ def _by_file(path: Path, files: Iterable[Path]) -> dict[str, dict[str, StoredTen
 
 
 def _weight_map(path: Path) -> Mapping[str, str]:
-    """Returns the index's file names by tensor; {} without an index."""
+    """Returns the file name that the index gives for each tensor; {} if there is no index."""
     if not (path / INDEX).is_file():
         return {}
     found = read_object(path / INDEX).get("weight_map")
@@ -122,7 +124,7 @@ def _is_file_name(name: Any) -> bool:
 
 
 def _same(one: StoredTensor, other: StoredTensor) -> bool:
-    """Returns whether two tensors have equal type, shape and bits. Reads both."""
+    """Returns whether two tensors have the same dtype, shape and bytes. Reads both."""
     if (one.kind, one.shape) != (other.kind, other.shape):
         return False
     with one.path.open("rb") as first, other.path.open("rb") as second:

@@ -27,7 +27,7 @@ from trainer.weights.params.write import target_dtypes
 from trainer.weights.stored import stored_kernels
 
 SHARD_BYTES = 4_000_000_000
-_TIED_HEAD = ("lm_head.weight",)  # a tied head is also a linear layer
+_TIED_HEAD = ("lm_head.weight",)  # although it has no tensor, a tied head is a linear layer
 
 
 def write_huggingface(
@@ -40,18 +40,18 @@ def write_huggingface(
     like: Like | None = None,
 ) -> None:
     """Writes config.json and the tensors of `leaves` into `folder`, which must exist and be empty. Quantized
-    weights are written in the layout of compressed-tensors.
+    weights are written in the format of compressed-tensors.
 
     Args:
       config: resolved.
       dtype: the dtype to cast to; None keeps each tensor's stored dtype.
       about: provides further fields of config.json.
       shard_bytes: the maximum bytes of tensors per file. A larger tensor gets a separate file.
-      like: a directory whose config.json and other tensors are also written. `leaves` must then be floats.
+      like: a multimodal directory whose config.json and other tensors are written, too. It requires float `leaves`.
 
     Raises:
-      UserError: quantized weights have no such layout; config.json or the family's Layouts cannot represent the model;
-        or the error of `target_dtypes`.
+      UserError: compressed-tensors, config.json or the family's Layouts cannot represent the model; or the error of
+        `target_dtypes`.
     """
     kernels = stored_kernels(config)
     parts = names_of(nested(kernels))
@@ -92,9 +92,10 @@ class _Target(NamedTuple):
     """A tensor to write, in which several parameters may be merged.
 
     Attributes:
-      names, layouts: of the tensor's parameters.
-      where, layer: the parameters' position in the stacks, and their layer number; 0 outside of the stacks.
-      shape, dtype: of the tensor; for a quantized tensor, of the matrix.
+      names, layouts: the canonical names and the layouts of the tensor's parameters.
+      where: the parameters' position in the stacks; None outside of the stacks.
+      layer: the number of the tensor's layer; 0 outside of the stacks.
+      shape, dtype: those of the tensor or, if it is quantized, those of the float matrix that it represents.
       scheme: how the tensor is quantized; None for floats.
       merged: how the tensor's parts are merged; None for a single part.
     """
@@ -116,7 +117,8 @@ class _Target(NamedTuple):
         return quantized_tensors(tensor, (out, into), self.scheme)
 
     def arrays(self, tensor: str, parts: Sequence[tuple[np.ndarray, ...]]) -> dict[str, np.ndarray]:
-        """Returns the values of `files`. `parts`: each part's value, or codes and scales if it is quantized."""
+        """Returns the values of the tensors that `files` lists. `parts`: (value,) for each of the tensor's parts or, if
+        the tensor is quantized, (codes, scales)."""
         whole = [self.merged.joined(each) if self.merged else each[0] for each in zip(*parts, strict=True)]
         return {tensor: whole[0]} if self.scheme is None else arrays_of(tensor, whole[0], whole[1], self.scheme)
 
@@ -151,7 +153,7 @@ def _plan(
 
 
 def _by_parameters(plan: Mapping[str, _Target]) -> dict[tuple[str, ...], list[str]]:
-    """Returns the tensors, grouped by the parameters that are written together."""
+    """Returns the names of the tensors, grouped by the parameters that they contain."""
     found = dict[tuple[str, ...], list[str]]()
     for tensor, it in plan.items():
         found.setdefault(it.names, []).append(tensor)
@@ -167,7 +169,7 @@ def _stream(
     part: int,
     tick: Tick,
 ) -> Iterator[tuple[np.ndarray, ...]]:
-    """Yields a parameter's parts of tensors, layer by layer: values, or codes and scales."""
+    """Yields the parts of tensors that the parameter `name` forms, layer by layer: (value,) or (codes, scales)."""
     layout, stacked = target.layouts[part], target.where is not None
     if name in kernels:
         own = {it.rpartition("/")[2]: leaves[it] for it in names_of(nested({name: kernels[name]}))}
@@ -182,7 +184,7 @@ def _stream(
 
 
 def _in_order(plan: Mapping[str, _Target]) -> Tensors:
-    """Returns all tensors in the order of the forward pass, so that shards contain complete layers."""
+    """Returns all tensors in the order of the forward pass, so that shards contain consecutive layers."""
 
     def order(it: tuple[str, _Target]) -> tuple[int, int]:
         (name, *_), where = it[1].names, it[1].where

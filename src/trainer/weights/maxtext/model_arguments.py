@@ -1,5 +1,5 @@
-"""Converts a model's keys to arguments for MaxText's command line. Checked against MaxText's commit e591f30 (0.2.4) and
-0.2.5."""
+"""Converts a model's keys to arguments for MaxText's command line. Checked against MaxText 0.2.4 (commit e591f30)
+and 0.2.5."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from trainer.models.families import maxtext
 from trainer.models.family import MaxText
 from trainer.weights.huggingface.config_json import SIZES
 
-# RoPE constants of type llama3.1 in MaxText's code.
+# The constants of RoPE type llama3.1 in MaxText's code.
 _LLAMA31 = {
     "rope_factor": 8,
     "rope_low_freq_factor": 1,
@@ -27,10 +27,10 @@ _WHOLE_YARN = ("rope_factor", "original_max_position_embeddings", "beta_fast", "
 def maxtext_keys(config: Config) -> dict[str, Any]:
     """Returns MaxText's keys for the model of the resolved configuration `config`.
 
-    `model_name` remains the default, unless MaxText's block depends on it.
+    They leave `model_name` at its default, unless MaxText's block depends on it.
 
     Raises:
-      UserError: lists every key whose value MaxText's block cannot compute.
+      UserError: lists every key whose value MaxText's block does not support.
     """
     if refused := _inexpressible(config):
         raise UserError("\n  ".join([f"MaxText's block {config.decoder_block} cannot compute:", *refused]))
@@ -52,7 +52,8 @@ def maxtext_keys(config: Config) -> dict[str, Any]:
     if config.rope_type == "yarn":
         keys |= {name: int(config[name]) for name in _WHOLE_YARN}
         keys |= {"rope_truncate": config.rope_truncate, "rope_attention_scaling": config.rope_attention_scaling}
-        # Whether RoPE pairs are adjacent, see `read.in_pairs`; and the length of MaxText's cos/sin table.
+        # rope_interleave determines whether RoPE pairs are adjacent (see `read.in_pairs`), max_position_embeddings the
+        # length of MaxText's cos/sin table.
         length = keys["rope_factor"] * keys["original_max_position_embeddings"]
         keys |= {"rope_interleave": maxtext(config.decoder_block).interleaves, "max_position_embeddings": length}
     return keys
@@ -69,7 +70,7 @@ def maxtext_notes(config: Config) -> list[str]:
 
 
 def _other_rotation(config: Config, there: MaxText) -> list[str]:
-    """Returns why MaxText rotates differently in layers with a window."""
+    """Returns why MaxText's RoPE differs from ours in layers with a window; [] if it does not differ."""
     if not period(config):
         return ["its block has no layers with a window"]
     if config.rope_type != "default":

@@ -1,13 +1,13 @@
 """Reads MaxText's checkpoints: Orbax trees, of which only the parameters are read.
 
-A MaxText run has the tree in checkpoints/N/items, _CHECKPOINT_METADATA next to it, and sometimes the position in the
-data. In the tree, the parameters are under params/params. MaxText's NNX model writes them at the root instead, each as
-{"value": array}. These differences from our checkpoints are converted (docs/guides/weights.md):
+A MaxText run has the tree in checkpoints/N/items and, next to it, _CHECKPOINT_METADATA and sometimes the position in
+the data. In the tree, the parameters are under params/params. MaxText's NNX model writes them at the root instead, each
+as {"value": array}. The following differences from our checkpoints are converted (docs/guides/weights.md):
 - scanned layers are stacked on axis 1 or, with param_scan_axis=0, on axis 0; other layers are in decoder/layers_0, ...,
   and layers after the whole repetitions of a pattern are in decoder/layers_remainder/layers_0, ...;
-- some blocks fold the factor on scores into the query kernel, unless `use_qk_norm` (`MaxText.scaled_queries`), store
-  other parameters multiplied or shifted (`MaxText.stored`), or name layers differently (`MaxText.names`);
-- some blocks join parameters in one tensor (`MaxText.joined`), which is read once for each of them;
+- some blocks fold the factor on scores into the query kernel, unless `use_qk_norm` is set (`MaxText.scaled_queries`),
+  store other parameters multiplied or shifted (`MaxText.stored`), or name layers differently (`MaxText.names`);
+- some blocks join parameters in one tensor (`MaxText.joined`), which is read once for each parameter;
 - RoPE rotates a head's entries as halves or as adjacent pairs, depending on the model's name and rope_type.
 """
 
@@ -42,19 +42,20 @@ _BIASES_OF_STATE, BIASES = "nnx_aux/model/", "params/MoEBiasVar/"
 BIAS = "gate/bias"
 _TABLE = "token_embedder/embedding"
 _FINAL_NORM = "decoder/decoder_norm/"
-# Other locations of parameters: of MaxText's NNX model, with or without its complete state, or of post-training.
+# The possible locations of parameters: `ROOT`, and those of MaxText's NNX model (with or without its complete state)
+# and of post-training.
 _ROOTS = (ROOT, "", "model/", "base/", "model_params/")
 _AQT = "qrhs"  # in the names of AQT's quantized weights
 _VALUE = "/value"
 _RANDOM = {"rngs", "dropout"}  # locations of state that is not parameters
 UNCHANGED = (1.0, 0.0)
-# How to convert a tensor to ours: the part to read; the size of the heads to reorder (0: none), and whether to reorder
-# them to pairs (see `reordered`); factor and offset (see `conversion`).
+# How to convert a tensor to our parameter: the part to read; the size of the heads to reorder (0: none), and whether to
+# reorder them to pairs (see `reordered`); factor and offset (see `conversion`).
 _How = tuple[Stored, int, bool, tuple[float, float]]
 
 
 class MaxTextSource:
-    """See `Source`. It has no model keys: the configuration defines the model."""
+    """See `Source`. A MaxText checkpoint contains no model keys: the configuration defines the model."""
 
     kind = "MaxText"
     keys: Mapping[str, Any] = {}
@@ -80,7 +81,7 @@ class MaxTextSource:
         if not found:
             raise UserError(f"{path}: {_not_maxtexts(headers)}")
         root, end = found[0]
-        # For each parameter, its name in the tree and its header.
+        # Maps each parameter's name, without the root, to its name in the tree and its header.
         self._headers = {
             name.removeprefix(root).removesuffix(end): (name, header)
             for name, header in headers.items()
@@ -103,12 +104,13 @@ class MaxTextSource:
 
     @property
     def stored(self) -> Mapping[str, str]:
-        """Maps each parameter's name, without the tree's root, to its path in the tree. Layers are as stored."""
+        """Maps each parameter's name, without the tree's root, to its path in the tree. Layers may be stacked or
+        separate, as in the tree."""
         return {name: path for name, (path, _) in self._headers.items()}
 
     def notes(self, config: Config) -> Sequence[str]:
         """See `Source.notes`. Reports the assumed RoPE pairing, which MaxText does not record; contradictions between
-        the metadata and the arrays; and modules that are not read."""
+        the metadata and the arrays; and multi-token prediction modules that are not read or that differ from ours."""
         lines = []
         if PAIRS not in self._said and not no_effect_of(config, "rope_interleave"):
             order = "adjacent pairs" if in_pairs(config) else "halves"
@@ -126,7 +128,7 @@ class MaxTextSource:
         if refused := maxtext(config.decoder_block).refuses(config):
             lines.append(f"warning: {self.path}: MaxText's block computes something else: {'; '.join(refused)}")
         if self.modules and config.mtp_num_layers:
-            own = any(is_final_norm(name) for name in self._headers)  # since 0.2.5
+            own = any(is_final_norm(name) for name in self._headers)  # MaxText writes these norms since 0.2.5
             norm = "" if own else " and end with the model's norm"
             copy = "" if own else " and end with their own norm, which starts as a copy"
             lines.append(
@@ -142,7 +144,8 @@ class MaxTextSource:
         return lines
 
     def held(self, config: Config, shapes: Shapes) -> Collection[str]:
-        """See `Source.held`. Omits a module's final norm that is read from the model's norm."""
+        """See `Source.held`. Omits the final norm of a multi-token prediction module if the model's norm is read for
+        it."""
         return [
             name
             for name, where in places_of(config, shapes).items()
@@ -184,7 +187,8 @@ class MaxTextSource:
         """Checks that the tensors `names` of each parameter exist, and that no layer is read twice.
 
         Raises:
-          UserError: the message also lists what MaxText's block does not support.
+          UserError: a layer is read twice; or tensors are missing or unexpected. In the second case, the message also
+            lists what MaxText's block does not support.
         """
         in_stacks = [(tensor, stored[name]) for name, tensors in names.items() if places[name] for tensor in tensors]
         if len(set(in_stacks)) < len(in_stacks):
@@ -224,7 +228,8 @@ class MaxTextSource:
         return 0 if sum(zero for zero, _ in fits) > sum(one for _, one in fits) else 1
 
     def _shares_norm(self, name: str) -> bool:
-        """Returns whether `name` is the final norm of a module that shares the model's, as before MaxText 0.2.5."""
+        """Returns whether `name` is the final norm of a multi-token prediction module that uses the model's norm, as
+        before MaxText 0.2.5."""
         return is_final_norm(name) and name not in self._headers
 
     def _axis(self, name: str, axis: int) -> int:
@@ -250,12 +255,12 @@ class MaxTextSource:
         return (value.astype(np.float32) - np.float32(offset)) * np.float32(factor)
 
     def _put(self, how: _How, tensor: str, abstract: jax.ShapeDtypeStruct) -> jax.Array:
-        """Does the same as `_read` on devices, which also convert the tensor. Each process reads its devices'
-        slices."""
+        """Does the same as `_read`, but reads the tensor onto the devices and converts it there. Each process reads
+        only its devices' slices."""
         stored, head, _, changed = how
         path, header = self._headers[tensor]
         sharding = resharded(abstract.sharding, len(abstract.shape), stored.spec)
-        dtype = abstract.dtype if changed == UNCHANGED else np.dtype(header.dtype)  # converted before rounding
+        dtype = abstract.dtype if changed == UNCHANGED else np.dtype(header.dtype)  # converted before it is rounded
         value = orbax.place(self.path, path, jax.ShapeDtypeStruct(stored.shape, dtype, sharding=sharding))
         if not stored.is_ours or head or changed != UNCHANGED:
             value = _to_ours(value, how, abstract.shape, abstract.dtype)
@@ -282,9 +287,9 @@ def _not_maxtexts(headers: Mapping[str, Any]) -> str:
 def in_pairs(config: Config) -> bool:
     """Returns whether MaxText rotates a head's entries as adjacent pairs, not as halves.
 
-    Its models llama3.1-*, and the models of some blocks (`MaxText.pairs`), rotate pairs under every rope_type. Other
-    models rotate pairs with rope_type=llama3.1 and, because of the default rope_interleave=true, with yarn. llama3.3-*
-    set no rope_type, as in our presets, so they rotate halves.
+    MaxText's models llama3.1-*, and the models of some blocks (`MaxText.pairs`), rotate pairs under every rope_type.
+    Other models rotate pairs with rope_type=llama3.1 and, because rope_interleave=true is the default, with yarn.
+    MaxText's llama3.3-* set no rope_type, in contrast to our preset, so they rotate halves.
     """
     if config.model_name.startswith("llama3.1") or maxtext(config.decoder_block).pairs:
         return True
@@ -295,10 +300,10 @@ def in_pairs(config: Config) -> bool:
 
 def heads_to_reorder(config: Config, shapes: Shapes, pairs: bool, where: str) -> Mapping[str, int]:
     """Returns the parameters in `shapes` whose heads must be reordered, each with the size of a head. `pairs`: whether
-    MaxText rotates pairs.
+    MaxText rotates adjacent pairs.
 
     Raises:
-      UserError: the family does not declare which parameters these are.
+      UserError: the family does not declare the parameters whose heads RoPE rotates.
     """
     if pairs == config.rope_interleave:
         return {}

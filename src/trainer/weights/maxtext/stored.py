@@ -10,12 +10,12 @@ from trainer.models.patterns import LAYERS, REMAINDER
 
 
 class Window(NamedTuple):
-    """The part of a layer's tensor that is one parameter; see `models.family.Joined`.
+    """The part of a joined tensor of one layer that is one parameter; see `models.family.Joined`.
 
     Attributes:
-      shape: of the tensor.
+      shape: the shape of the tensor.
       groups: the number of groups of entries on the last axis.
-      start, stop: the parameter's entries in each group.
+      start, stop: the range of the parameter's entries in each group.
     """
 
     shape: tuple[int, ...]
@@ -30,9 +30,9 @@ class Stored(NamedTuple):
     Attributes:
       layer: the shape of one layer of our parameter; outside of the stacks, its shape without the first axis.
       axis: the position of the axis of layers.
-      layers: its length; 0: the tensor has one layer, and no such axis.
+      layers: the length of this axis; 0 if the tensor has one layer, and no such axis.
       places, place: see `models.family.Named`.
-      window: None: the tensor has our axes.
+      window: the parameter's part of a joined tensor; None if the tensor is not joined.
     """
 
     layer: tuple[int, ...]
@@ -55,8 +55,8 @@ class Stored(NamedTuple):
         return bool(self.layers) and not (self.axis or self.places or self.window)
 
     def view(self, value: Any) -> Any:
-        """Returns the parameter's part of the tensor `value`, with layers first. The part of a contiguous NumPy
-        array is a view. Its other axes are in our order, but may be split or merged."""
+        """Returns the parameter's part of the tensor `value`: the axis of layers comes first, and the other axes are in
+        our order, but may be split or merged. The part of a contiguous NumPy array is a view."""
         if self.window:
             _, groups, start, stop = self.window
             value = value.reshape(*value.shape[:-1], groups, -1)[..., start:stop]
@@ -66,8 +66,8 @@ class Stored(NamedTuple):
         return value.transpose(layers_first) if self.layers else value
 
     def spec(self, ours: list[Any]) -> list[Any]:
-        """Returns how to shard the tensor's axes, given how our axes are sharded, layers first. Axes that are split or
-        merged are not sharded."""
+        """Returns how to shard the tensor's axes. Axes that are split or merged are not sharded. `ours`: how our axes
+        are sharded, beginning with the axis of layers."""
         layers, *layer = ours
         if self.window:
             sizes = self.window.shape
@@ -79,7 +79,7 @@ class Stored(NamedTuple):
 
 
 def _equal(a: tuple[int, ...], b: tuple[int, ...]) -> int:
-    """Returns the number of first entries that are equal."""
+    """Returns the number of leading entries in which `a` and `b` agree."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
@@ -87,7 +87,7 @@ def stored_as(config: Config, name: str, where: Place | None, shapes: Shapes, ax
     """Returns how MaxText stores the canonical parameter `name`.
 
     Args:
-      shapes: of all parameters of the layer.
+      shapes: the shapes of all parameters of the layer.
       axis: the axis on which layers are stacked; None: they are not scanned.
     """
     layers, *layer = shapes[name]

@@ -1,4 +1,4 @@
-"""Writes parameters for MaxText's load_parameters_path: the inverse of `read`."""
+"""Writes parameters for MaxText's load_parameters_path: the inverse of `trainer.weights.maxtext.read`."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ def write_maxtext(folder: Path, config: Config, leaves: Mapping[str, Leaf], dtyp
     """Writes `leaves` to `folder`/0/items, one tensor of MaxText after the other. `folder` must exist and be empty.
 
     Args:
-      config: resolved; determines the RoPE pairing.
+      config: the resolved configuration, which determines the RoPE pairing.
       dtype: see `params.write.write_params`.
       scan: whether to stack layers on axis 1, as MaxText does with scan_layers=true and its default param_scan_axis.
 
@@ -44,7 +44,7 @@ def write_maxtext(folder: Path, config: Config, leaves: Mapping[str, Leaf], dtyp
     """
     maxtext_keys(config)
     targets = target_dtypes(leaves, dtype)
-    # The files match the keys of `maxtext_keys`: the rope_type and rope_interleave there determine the RoPE pairing.
+    # The files must match the rope_type and rope_interleave of `maxtext_keys`, which determine the RoPE pairing.
     pairs = config.rope_type != "default" or is_latent(config)
     pairs &= config.rope_type != "yarn" or maxtext(config.decoder_block).interleaves
     shapes = {name: leaf.shape for name, leaf in leaves.items()}
@@ -87,7 +87,7 @@ def _store(
     head: int,
     tick: Tick,
 ) -> None:
-    """Writes one canonical parameter into `arrays`: MaxText's arrays by path. Adds missing arrays."""
+    """Writes one canonical parameter into `arrays`, which maps paths to MaxText's arrays. Adds missing arrays."""
     factor, offset = conversion(config, name)
 
     def theirs(value: np.ndarray) -> np.ndarray:

@@ -1,10 +1,11 @@
 """Parameters in this trainer's format: an Orbax tree, config.yml and the tokenizer's files.
 
-They are read from a run's checkpoint (see `manager`), or from a folder written by `trainer.export`, which contains
+They are read from a run's checkpoint (see `trainer.checkpoint.manager`), or from a folder that `trainer.export` wrote.
+Such a folder contains
   checkpoint/   an Orbax v1 checkpoint of {"params": canonical nested dict} and, for a model with state without
                 gradient (biases of routers), "rest" of the same form; other items of a checkpoint are not read
   config.yml    the model's keys, see `model_keys.model_yaml`
-  huggingface.json, generation_config.json    optional, see `about`
+  huggingface.json, generation_config.json    optional, see `trainer.leaves.about`
 """
 
 import functools
@@ -49,10 +50,10 @@ class ParamsSource:
         self, path: Path, tree: str = TREE, config: str = CONFIG, tokenizer: str = "", *, average: bool = False
     ):
         """`tree`, `config`, `tokenizer`: paths in the folder `path`. `average`: whether to read averages in place of
-        the parameters that have one.
+        the parameters that have an average.
 
         Raises:
-          UserError: the checkpoint is damaged or has no average.
+          UserError: the checkpoint is damaged, or has no averages although `average` is true.
         """
         self.path, self.tokenizer = path, path / tokenizer
         self.keys: Mapping[str, Any]
@@ -65,7 +66,7 @@ class ParamsSource:
         self.length = length
         self.averaged = any(path.startswith(_AVERAGES) for path in self._headers)
         roots = (_AVERAGES, ROOT, REST, _ISLANDS) if average else (ROOT, REST, _ISLANDS)
-        # The path of each weight in the tree. Frozen parameters have no average.
+        # The path of each weight in the tree. Averages take precedence; frozen parameters have none.
         self._paths = {
             path.removeprefix(root): path for root in reversed(roots) for path in self._headers if path.startswith(root)
         }
@@ -110,7 +111,8 @@ class ParamsSource:
             for name, header in headers.items()
             if module_of(name) <= config.mtp_num_layers
         }
-        # The parts of a parameter have separate dtypes, which `load_parameters` compares.
+        # All dtypes are allowed here, because the parts of a quantized parameter differ in dtype; `load_parameters`
+        # compares dtypes.
         check_tensors(found, shapes, str(self.path), {dtype for _, dtype in found.values()})
         return {
             name: self._leaf(name, shape, heads.get(name, 0), config.rope_interleave) for name, shape in shapes.items()

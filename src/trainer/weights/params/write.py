@@ -1,4 +1,4 @@
-"""Writes parameters in this trainer's format; see `read` for the layout."""
+"""Writes parameters in this trainer's format; see `trainer.weights.params.read` for the layout."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,9 +17,9 @@ def write_params(folder: Path, config: Config, leaves: Mapping[str, Leaf], dtype
     """Writes `leaves`, one after the other, and config.yml into `folder`, which must exist and be empty.
 
     Args:
-      config: resolved; determines the RoPE pairing.
+      config: the resolved configuration, which determines the RoPE pairing.
       dtype: the dtype to which floating-point values are cast; None keeps each stored dtype. Other values and
-        `Leaf.buffer` are never cast.
+        buffers (`Leaf.buffer`) are never cast.
 
     Raises:
       UserError: the error of `target_dtypes`.

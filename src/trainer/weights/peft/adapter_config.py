@@ -26,8 +26,8 @@ _FIELDS = {
     "rank_pattern": Field(dict, null=True),
     "alpha_pattern": Field(dict, null=True),
 }
-# Fields that may affect the initial adapter or the choice of matrices, but not how its tensors are used. Products of
-# all known models are torch.nn.Linear, for which peft ignores fan_in_fan_out.
+# Fields that may affect an adapter's initial values or the choice of matrices, but not how its tensors are used. The
+# linear layers of all known models are torch.nn.Linear, for which peft ignores fan_in_fan_out.
 _WITHOUT_EFFECT = (
     *("alora_config", "auto_mapping", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules"),
     *("fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform"),
@@ -52,10 +52,12 @@ _REFUSED = {
     "megatron_config": "layers of Megatron",
     "enable_lora": "adapters of parts of a matrix, from the first versions of peft",
 }
-# Values of init_lora_weights that leave the base unchanged. For others, peft subtracts the initial adapter from it.
+# Values of init_lora_weights that leave the base unchanged. With other values, peft
+# subtracts the initial adapter from the base.
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
-# For experts in transformers 5, peft writes this if adapters were requested by the names of transformers 4: gate_proj
-# and up_proj, which are now one matrix, have one adapter of twice the rank and the same scale.
+# The rank_pattern that peft writes for experts in transformers 5 if adapters were requested by module names of
+# transformers 4: transformers 5 merges gate_proj and up_proj, so they have one adapter of twice the rank and the same
+# scale.
 _FUSED = r".*\.gate_up_proj"
 
 
@@ -63,14 +65,16 @@ class PeftConfig:
     """An adapter_config.json.
 
     Attributes:
-      rank: the rank of every adapter; adapters of a smaller rank, `least`, are padded with zeros.
+      rank: the rank of every adapter here; adapters that have rank `least` in the file are padded with zeros.
+      least: r in the file: the rank of adapters to which no rank_pattern applies.
       alpha: `rank` times the scale of the product.
       base: base_model_name_or_path, or "".
       modules: modules_to_save.
-      targets: the names in target_modules; () if that is a pattern, or if the file names other modules.
+      targets: the names in target_modules; () if it is a pattern or does not list exactly the adapted
+        modules.
       biases: whether biases were trained.
-      multiples: rank_pattern, if only merged modules may have it.
-      notes: lines about settings that are not kept.
+      multiples: rank_pattern, whose ranks are multiples of `rank` and which only merged modules may have; {}: none.
+      notes: lines about settings that are changed or ignored.
     """
 
     def __init__(self, path: Path):
@@ -118,8 +122,9 @@ def _is_fused(data: Mapping[str, Any], rank: int) -> bool:
 
 
 def _same_scale(data: Mapping[str, Any], rank: int) -> bool:
-    """Returns whether all differing ranks are multiples of `rank` with the same scale as the other ranks. This trainer
-    writes merged modules in this way. Other modules with such a rank fail the check of tensor shapes later."""
+    """Returns whether all ranks in rank_pattern are multiples of `rank`, and alpha_pattern gives them the scale of the
+    other adapters. This trainer writes merged modules in this way. If other modules have such a rank, the check of
+    tensor shapes fails later."""
     ranks, alphas = data.get("rank_pattern") or {}, data.get("alpha_pattern") or {}
     whole = all(isinstance(it, int) and it > 0 and it % rank == 0 for it in ranks.values())
     alpha = data.get("lora_alpha", 8)
@@ -168,14 +173,15 @@ def config_fields(
     saved: Sequence[str],
     tied: bool,
 ) -> dict[str, Any]:
-    """Returns an adapter_config.json. Its fields exist since peft 0.7, except those for `parameters` and `tied`.
+    """Returns the content of an adapter_config.json. Its fields exist since peft 0.7, except those for `parameters` and
+    `tied`.
 
     Args:
       base: base_model_name_or_path.
       targets: target_modules.
       parameters: target_parameters.
       saved: modules_to_save.
-      tied: whether `saved` contains the table and the head, and these are tied.
+      tied: whether `saved` contains the embedding table and the head, and these are tied.
     """
     return {
         "peft_type": "LORA",

@@ -1,10 +1,11 @@
 """Adapters of modules that merge several parameters (`models.huggingface.Merged`), in files of Hugging Face's PEFT.
 
-In this trainer, every parameter has a separate adapter: a_i [r, in] and b_i [out_i, r], as PEFT stores them. The
+In this trainer, every parameter has a separate adapter: in PEFT's axis order, a_i [r, in] and b_i [out_i, r]. The
 adapter of a module that merges k parameters has one of two forms:
 
 - if all a_i are equal, a is that matrix, and b stacks b_1, b_2, ... along outputs. peft trains this form, with rank r;
-- otherwise a stacks a_1, a_2, ..., [k r, in], and b is [out, k r], with b_i in the columns of a_i and zeros elsewhere.
+- otherwise, a [k r, in] stacks a_1, a_2, ..., and b [out, k r] has b_i in the columns that belong to a_i and zeros
+  elsewhere.
   The product is the same. Rank and alpha are k times the rank and alpha of other adapters (`rank_pattern`).
 """
 
@@ -30,7 +31,8 @@ class MergedModule:
     """The parameters that a module merges.
 
     Attributes:
-      name: the name of the merged tensor, with {} for the layer.
+      name: the name of the merged tensor, with {} for the layer number.
+      how: the declaration of the merge.
       parts: the canonical names of the parameters.
       sizes: the number of outputs of each parameter.
     """
@@ -68,10 +70,11 @@ def merged_modules(config: Config, tables: Tables) -> list[MergedModule]:
 
 
 def unmerged(config: Config, tables: Tables, found: Mapping[str, Named], rank: int) -> dict[str, Named]:
-    """Returns `found`, a file's tensors by their `below` names, with merged modules' tensors replaced by their parts'.
+    """Returns a file's tensors, with each tensor of a merged module replaced by one tensor for each of its parts.
 
     Args:
-      rank: the rank of the file's other adapters.
+      found: the file's tensors, by their names without prefixes (`below`).
+      rank: the rank of the adapters of modules that are not merged.
 
     Raises:
       UserError: the file has separate tensors for a part of a merged module.
@@ -86,7 +89,8 @@ def unmerged(config: Config, tables: Tables, found: Mapping[str, Named], rank: i
 
 
 def _divide(module: MergedModule, name: str, parts: Sequence[str], result: dict[str, Named], rank: int) -> None:
-    """Replaces the tensors of one module in `result`, if their size is that of the whole module.
+    """Replaces the tensors of one merged module in `result` by those of its parts, if they have the size of the whole
+    module.
 
     Raises:
       UserError: a part has separate tensors.
@@ -132,8 +136,9 @@ def _columns(name: str, rows: TensorPart, columns: np.ndarray) -> Callable[[], n
 def with_whole_modules(
     config: Config, tables: Tables, leaves: Mapping[str, Leaf]
 ) -> tuple[dict[str, Leaf], dict[str, int]]:
-    """Returns `leaves` with parts replaced by merged modules; and the ratio of the rank of a module's adapter to other
-    adapters' rank, by the end of the module's name. Changes `tables` accordingly.
+    """Returns (`leaves` with parts replaced by merged modules, ratios). The ratios are those of the ranks of merged
+    modules' adapters to the rank of other adapters, if they differ, by the ends of the modules' names. Changes `tables`
+    accordingly.
 
     Raises:
       UserError: some parameters of a module are trained, and others are not.

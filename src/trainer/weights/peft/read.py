@@ -37,9 +37,9 @@ class PeftSource:
     """A `Source` of adapters, and of parameters that were trained together with them (modules_to_save).
 
     Attributes:
-      rank, alpha: the product of an adapter is alpha / rank x a b.
+      rank, alpha: the product of an adapter is (alpha / rank) a b.
       base: the name or path of the adapted model, or "".
-      origin: `base` as a `Base`, see `Adapters`.
+      origin: `base` as a `Base`; see `trainer.weights.adapters`.
     """
 
     kind = "PEFT"
@@ -97,7 +97,7 @@ class PeftSource:
         """Returns the lora_module_path for the matrices that have an adapter in any of their layers.
 
         Raises:
-          UserError: there is no adapter, or an adapter of a head that `config` ties to the table.
+          UserError: there is no adapter, or an adapter of a head that `config` ties to the embedding table.
         """
         groups = dict[str, list[str]]()
         for name in self._adapted(config, self._in(config)):
@@ -166,7 +166,7 @@ class PeftSource:
         return _Found(tables, found, {key: tables.owner(key) for key in found})
 
     def _adapted(self, config: Config, found: "_Found") -> list[str]:
-        """Returns the matrices that have an adapter. See `pattern`."""
+        """Returns the matrices that have an adapter. Raises the errors of `pattern`."""
         owners = set(found.owners.values())
         names = [name for name, pair in found.tables.adapters.items() if owners.intersection(pair)]
         if HEAD in names and config.logits_via_embedding:
@@ -211,8 +211,8 @@ class PeftSource:
 
 
 class _Found(NamedTuple):
-    """The tensors of a folder by name (`below`), each with the parameter that owns it in one model; None: the model has
-    no such parameter."""
+    """The tensors of a folder, and the parameters of one model that own them, both by the tensors' names without
+    prefixes (`below`). An owner is None if the model has no such parameter."""
 
     tables: Tables
     tensors: dict[str, Named]

@@ -1,4 +1,4 @@
-"""Names and tensors in files of Hugging Face's PEFT, by the names of the base's tensors.
+"""Relates the tensors in files of Hugging Face's PEFT to the base model's tensors.
 
 r is the rank, e the number of experts. An adapter has the tensors MODULE.lora_A.weight [r, in] and MODULE.lora_B.weight
 [out, r]; the adapted matrix is MODULE.weight of the base.
@@ -25,9 +25,9 @@ from trainer.weights.huggingface.safetensors_file import StoredTensor
 # Prefixes of a base tensor's name: from peft, multimodal models and torch's wrappers. "model." is a prefix, too,
 # because a base without a head lacks it.
 _ABOVE = re.compile(r"^(?:(?:base_model|model|module|language_model|_orig_mod)\.)+")
-_ADAPTER = re.compile(r"(.+\.lora_[AB])(?:\.[^.]+)?\.weight")  # peft inserts the adapter's name in memory
+_ADAPTER = re.compile(r"(.+\.lora_[AB])(?:\.[^.]+)?\.weight")  # in memory, peft inserts the adapter's name
 _WRAPPED = re.compile(r"\.(?:base_layer|modules_to_save(?:\.default)?)(?=\.)")
-_BASE = ".original_module."  # in the base's copy of a trained parameter
+_BASE = ".original_module."  # in the name of the original copy of a trained parameter
 _EXPERT_NUMBER = re.compile(r"\.\d+\.(?=[^.]+\.(?:lora_[AB]\.)?\w+$)")
 A, B = ".lora_A.weight", ".lora_B.weight"
 
@@ -36,12 +36,12 @@ class Named(NamedTuple):
     """A tensor of a file."""
 
     name: str  # in the file
-    tensor: Any  # `Values`
+    tensor: Any  # has the interface `huggingface.read.Values`
 
 
 @dataclass(frozen=True)
 class Made:
-    """Values that are computed from a file's values. See `Values`."""
+    """Values that are computed from a file's values, with the interface `huggingface.read.Values`."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -82,7 +82,7 @@ class Tables:
       base: the layouts of parameters other than adapters.
       adapters: the names of a and b, by the canonical name of the matrix.
       experts: the number of experts.
-      merged: see `HuggingFace`; layouts contain the names of parts.
+      merged: see `HuggingFace.merged`. The layouts have the names of parts, not of merged tensors.
     """
 
     def __init__(self, config: Config):
@@ -101,17 +101,19 @@ class Tables:
         return place(self._stacks, name)
 
     def layers(self, layout: Layout, name: str) -> list[str]:
-        """Returns the layout's names, which may have `EXPERT`, for each layer of the canonical parameter `name`."""
+        """Returns the layout's tensor names, one for each layer of the canonical parameter `name`. They may contain
+        `EXPERT`."""
         where = self.place(name)
         return [layout.name] if where is None else [layout.name.format(i) for i in where.layers]
 
     def tensors(self, name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
-        """Returns names and shapes of the tensors of a canonical parameter, with names as in `below`."""
+        """Returns the names, without prefixes (`below`), and the shapes of the tensors of a canonical parameter."""
         found = tensors_of(self.layouts[name], self.place(name), shape)
         return [(below(tensor), its) for tensor, its in found]
 
     def owner(self, key: str) -> str | None:
-        """Returns the canonical parameter that owns the tensor `key`, a name as in `below`; None if none does."""
+        """Returns the canonical parameter that owns the tensor `key` (a name without prefixes, see `below`); None if no
+        parameter does."""
         return self._owners.get(key) or self._owners.get(_EXPERT_NUMBER.sub(f".{EXPERT}.", key))
 
     @functools.cached_property
@@ -119,7 +121,8 @@ class Tables:
         return {below(tensor): name for name, layout in self.layouts.items() for tensor in self.layers(layout, name)}
 
     def renamed(self, found: Mapping[str, Named]) -> dict[str, Named]:
-        """Returns `found` with module names replaced by tensor names, where the two differ."""
+        """Returns `found` with module names of transformers 5 replaced by the names in the base's files, where they
+        differ."""
 
         def one(key: str) -> str:
             words = key.split(".")
@@ -129,8 +132,8 @@ class Tables:
         return {one(key): it for key, it in found.items()}
 
     def in_memory(self, tensor: str) -> str:
-        """Returns the name of a base tensor in the memory of transformers 5, including "model.". transformers renames
-        adapter tensors itself."""
+        """Returns the name that a base tensor has in memory with transformers 5, given its name in the base's files.
+        Both include "model.". The names of adapter tensors are unchanged, because transformers converts them itself."""
         words = tensor.split(".")
         names = {theirs: own for own, theirs in self._words.items()}
         if ".lora_" in tensor or len(words) < 4 or words[3] not in names:
@@ -156,7 +159,7 @@ class Tables:
         part = name.rpartition("/")[2]
         sizes = (width, embed) if part == "wo" else (embed, 2 * width)
         rows = {"wi_0": slice(0, width), "wi_1": slice(width, None)}.get(part, slice(None))
-        for module in (container, f"{container}.base_layer"):  # of two adapters, the second is nested in the first
+        for module in (container, f"{container}.base_layer"):  # of two adapters, peft nests one in the other
             a, b = found.get(module + A), found.get(module + B)
             if a is None or b is None or (a.tensor.shape[1], b.tensor.shape[0]) != sizes:
                 continue
@@ -192,7 +195,8 @@ def _values(tensor: StoredTensor) -> np.ndarray:
 
 
 def filled_up(key: str, it: Named, least: int, rank: int) -> Named:
-    """Returns the tensor `key` of an adapter of rank `least`, padded with zeros to `rank`; others are unchanged."""
+    """Returns the tensor `key` of an adapter of rank `least`, padded with zeros to `rank`. Other tensors are
+    unchanged."""
     axis, old = (0, it.tensor) if key.endswith(A) else (1, it.tensor)
     if least == rank or not key.endswith((A, B)) or len(old.shape) != 2 or old.shape[axis] != least:
         return it

@@ -42,9 +42,9 @@ def write_peft(
 
     Args:
       config: resolved.
-      leaves: the adapters, both halves of each, and the other trained parameters, by canonical name.
+      leaves: both halves (a and b) of each adapter, and the other trained parameters, by canonical name.
       base: the name or path of the adapted model, for base_model_name_or_path.
-      rank, alpha: the product of an adapter is alpha / rank x a b.
+      rank, alpha: the product of an adapter is (alpha / rank) a b.
       dtype: see `write_huggingface`.
 
     Raises:
@@ -85,10 +85,10 @@ def write_peft(
 
 
 def _members(config: Config, tables: Tables) -> dict[str, set[str]]:
-    """Returns the model's parameters by the name of their module, with {} for the layer."""
+    """Returns the model's parameters by the names of their modules, which have {} in place of the layer number."""
     members = dict[str, set[str]]()
     for path in names_of(joined(*make_model(config).abstract)):
-        for name in itertools.accumulate(path.split("/"), "{}/{}".format):  # a stored kernel has parts
+        for name in itertools.accumulate(path.split("/"), "{}/{}".format):  # a quantized kernel has parts
             if name in tables.base:
                 members.setdefault(_module(tables.base[name].name), set()).add(name)
     return members
@@ -98,8 +98,8 @@ def _saved(tables: Tables, members: Mapping[str, set[str]], leaves: Mapping[str,
     """Returns the parameters for modules_to_save: those of modules that are fully trained and have no adapter.
 
     Raises:
-      UserError: lists the parameters that PEFT cannot store. PEFT can also store parameters of a module with an
-        adapter, and biases.
+      UserError: lists the parameters that PEFT cannot store. Outside of modules_to_save, PEFT can store
+        parameters of a module with an adapter, and biases.
     """
     saved, problems = set[str](), []
     for name in leaves:
@@ -126,8 +126,8 @@ def _wrapped(tensor: str, targets: Collection[str]) -> str:
 
 
 def _with_whole_experts(tables: Tables, leaves: Mapping[str, Leaf]) -> Mapping[str, Leaf]:
-    """Returns `leaves` with zero adapters added for experts of which only some matrices, including gate or up, have an
-    adapter: with transformers 5, peft 0.21 reads these adapters only if gate, up and down all have one."""
+    """Returns `leaves` with zero adapters added to experts of which gate or up has an adapter, but not all of gate, up
+    and down: with transformers 5, peft 0.21 reads these adapters only if all three matrices have one."""
     more = dict[str, Leaf]()
     for name, layout in tables.base.items():
         layer, _, last = name.rpartition("/")
@@ -142,7 +142,8 @@ def _with_whole_experts(tables: Tables, leaves: Mapping[str, Leaf]) -> Mapping[s
 
 
 def _layers_with(tables: Tables, leaves: Mapping[str, Leaf]) -> dict[str, list[bool]]:
-    """Returns in which layers each adapter's halves are written. All matrices of experts are written together."""
+    """Returns whether each half of an adapter is written in each layer; {} if all adapters are zero, so that
+    all are written. In each layer, the adapters of either all or none of the experts' matrices are written."""
     kept, groups = dict[str, list[bool]](), dict[str, list[str]]()
     for name, pair in tables.adapters.items():
         if pair[0] in leaves:
@@ -184,9 +185,10 @@ def _ends_of(
 ) -> tuple[list[str], list[str], list[str]]:
     """Returns target_modules, target_parameters and modules_to_save: short, unambiguous suffixes of names.
 
-    A target is one or more words of a name; a module to save is any suffix of a name. If experts have gate_proj, peft
-    0.21 applies every target of this name to experts, so other modules of this name are targeted by their parameters.
-    So are routers, which are not plain linear modules in transformers 5, unless peft knows their name.
+    peft compares a target with complete components at the end of a module's name, but a module to save with any suffix.
+    If experts have gate_proj, peft 0.21 applies every target of this name to experts, so the matrices of other modules
+    with this name are listed in target_parameters. So are the matrices of routers, which are not plain linear modules
+    in transformers 5, except routers with the name gate, which peft knows.
     """
     every, experts, routers = set[str](), set[str](), set[str]()
     for name in itertools.chain(*members.values()):
