@@ -40,8 +40,8 @@ class Variant(NamedTuple):
         return int(self.key_width * width), int(self.value_width * width)
 
     def documents(self) -> tuple[int, ...]:
-        """Returns the values to test of `most`, an argument of `trainer.ops.documents.lengths`: the maximum number of
-        documents in a row."""
+        """Returns the values of `most` to test: an argument of `trainer.ops.documents.lengths`, the maximum number of
+        documents in a row, or 0 if documents are not described."""
         if self.segments > 1:
             return (self.segments,) if self.key_width == self.value_width else ()
         return (1,) if self.padding else (0, 1)
@@ -60,7 +60,7 @@ VARIANTS = {
     "unequal widths": Variant(segments=3, key_width=1.5),
     "unequal widths, one document": Variant(key_width=1.5),
 }
-HOW = {0: "nothing", 1: "lengths"}  # what describes the documents to a kernel, by `most`; above 1: offsets
+HOW = {0: "nothing", 1: "lengths"}  # by `most`: how documents are described to a kernel; above 1: by offsets
 
 
 class Sizes(NamedTuple):
@@ -105,7 +105,8 @@ def seconds(fn: Callable[..., Any], *args: Any) -> float:
 
 
 def with_gradients(op: Callable[..., jax.Array]) -> Callable[..., Any]:
-    """Returns a jitted function that maps the inputs of `op` to its result and the gradients of the inputs."""
+    """Returns a jitted function that maps the inputs of `op` to its result and to the gradients with respect to the
+    inputs."""
 
     @jax.jit
     def both(*inputs: jax.Array) -> Any:

@@ -165,7 +165,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=[*DTYPES])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--requests", type=int, default=24, help="number of requests for the table bits")
+    parser.add_argument("--requests", type=int, default=24, help="number of requests for the table `bits`")
     words = parser.parse_args()
     print(f"jax {jax.__version__}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     for table in words.tables:

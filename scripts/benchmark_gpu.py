@@ -75,7 +75,7 @@ CASES = (
     Case("experts with capacity", f"{EXPERTS} sparse_matmul=false capacity_factor=1.25", 4, _SAVED),
     Case("experts, dropless", EXPERTS, 4, _SAVED),
     Case("8 layers of 8 B", LAYERS, 8, _EXCEPT_MLP, steps=3),
-    Case("1.1 B", f"{LARGE} {LENGTH}", 4, "full"),  # the step of check_accelerator.py
+    Case("1.1 B", f"{LARGE} {LENGTH}", 4, "full"),  # rows and remat_policy as in check_accelerator.py
 )
 SMALL = (
     Case("tiny", f"{TINY} max_target_length=64", 2, "full", steps=1),

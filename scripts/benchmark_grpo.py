@@ -69,8 +69,8 @@ GRPO = {
 }
 KINDS: dict[str, dict[str, Any]] = {
     "default": {},
-    # With batch_invariant, each row holds one sequence and has at least 128 tokens. So few rounds show the difference
-    # of log-probabilities and the time, but not learning.
+    # With batch_invariant, each row holds one sequence and has at least 128 tokens. The few rounds suffice to measure
+    # the differences of log-probabilities and the time, but not the learning.
     "batch_invariant": {
         "batch_invariant": "true",
         "max_target_length": 128,

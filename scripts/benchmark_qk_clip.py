@@ -40,7 +40,7 @@ def cpu_seconds(op: str, length: int, rows: int) -> dict[str, list[float]]:
             for _ in range(STEPS):
                 states[name], metrics = step(states[name], batches[name], ())
                 jax.block_until_ready(metrics)
-            if i:  # the first round warms up; it includes the only step at which "every 10th" measures
+            if i:  # the first round warms up; in it, the case "every 10th" takes its only sample
                 seconds[name].append((time.process_time() - started) / STEPS)
     return seconds
 

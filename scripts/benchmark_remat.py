@@ -1,4 +1,4 @@
-"""Compares the temporaries that each remat_policy adds to a compiled step with the estimate of `aot.recomputed`.
+"""Compares the temporaries that each remat_policy adds to a compiled step with trainer.aot.recomputed's estimate.
 
 python scripts/benchmark_remat.py compile_topology=v5e-1 key=value ...
 """

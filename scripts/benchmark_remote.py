@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from slow_server import SlowServer, served
 
 KINDS = ("jsonl", "jsonl.gz", "parquet", "arrayrecord", "text")
-DELAYS = (0.005, 0.05)  # of the server, in seconds before each answer
+DELAYS = (0.005, 0.05)  # the server's delays, in seconds before each answer
 
 
 def measure(folder: Path, kind: str, files: str, name: str) -> tuple[float, float]:

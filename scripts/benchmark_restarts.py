@@ -7,11 +7,11 @@
 For each way and round, it prints the seconds from the fault to each of these events: the launcher names the process,
 all processes have ended, the state is restored, and the first step that is new to the run is completed.
 
---goodput M trains under supervision for M minutes, with a `kill -9` of alternating processes after every interval of
---every minutes. It prints the goodput report, and compares the report's total time with the elapsed time.
---supervision M measures the CPU time of the supervisors over M minutes of undisturbed steps.
+--goodput M trains under supervision for M minutes. Every --every minutes, it sends SIGKILL to one of the two processes,
+alternately. It prints the goodput report, and compares the report's total time with the elapsed time. --supervision M
+measures the CPU time of the supervisors over M minutes of undisturbed steps.
 
-docs/guides/when-a-host-dies.md has dated results. Linux only, because the script looks processes up in /proc.
+docs/guides/when-a-host-dies.md has dated results. The script needs Linux, because it looks processes up in /proc.
 """
 
 import argparse

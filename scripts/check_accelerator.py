@@ -2,22 +2,22 @@
 
     python scripts/check_accelerator.py            # on a GPU or a TPU; takes less than ten minutes
     python scripts/check_accelerator.py --small    # tiny sizes on any platform, to test the script
-    python scripts/check_accelerator.py --only attention    # only the checks whose names contain a word
+    python scripts/check_accelerator.py --only attention    # only the checks whose names contain this word
 
 - Attention ops, in each variant that they support, and grouped products: results and gradients are compared with those
-  of the plain op in float32. Differences are relative to the array's largest entry.
+  of a plain implementation in float32. Differences are relative to the largest entry of the reference array.
 - The five combinations of enable_nnx, pure_nnx_decoder and pure_nnx: losses, parameters and optimizer state are
   bit-identical after a few steps. The first combination runs twice, to show whether the devices are deterministic.
-- A checkpoint that is restored on a CPU, saved there, and restored here again: identical bits, and nearly the same next
-  loss.
-- A training step of a model with 1.1 B parameters: its MFU, and its time, which must not be below the lower bound of
-  the estimate of `aot`.
+- A checkpoint that is restored on a CPU, saved there, and restored on the accelerator again: all bits are identical,
+  and the loss of the next step is nearly the same on both.
+- A training step of a model with 1.1 B parameters: its MFU, and its time, which must not be below the lower bound that
+  `trainer.aot` estimates.
 - Tokens/s of decode steps with every slot in use.
 
 MFU follows the convention of models/flops.py (6 operations per token for each parameter of a matrix product, half of
-the square for causal attention, nothing for rematerialization), relative to the published dense bfloat16 peak. The
-step's rate is also reported relative to that of a large product, which needs no published figure; product and steps run
-in turns, at the same clock rates.
+the full score matrix for causal attention, nothing for rematerialization), relative to the published dense bfloat16
+peak. The step's rate is also reported relative to that of a large product, which needs no published figure. The product
+and the steps run in turns, so that they run at the same clock rates.
 
 Exit code: 0, 1 if something failed, 2 without an accelerator.
 """
@@ -37,7 +37,7 @@ from typing import Any
 
 from trainer.runtime.platforms import leave_out_absent_tpu
 
-leave_out_absent_tpu()  # before JAX is imported
+leave_out_absent_tpu()  # must run before JAX is imported
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +88,7 @@ ACCELERATOR = Sizes(
 )
 SMALL = Sizes(
     dtype="float32",
-    tolerance=1e-4,  # float32 sums have a different order
+    tolerance=1e-4,  # ops add float32 numbers in different orders
     attention=(1, 384, 2, 1, 16),  # more tokens than a block of the op blockwise
     window=16,
     grouped=(64, 4, 16, 32),
@@ -114,7 +114,8 @@ def batch_of(run: Run, step: int) -> Any:
 
 
 def trained(run: Run, step: Any) -> tuple[Any, dict[str, bytes]]:
-    """Runs a compiled step STEPS times. Returns the canonical train state, and its bits with those of all metrics."""
+    """Runs a compiled step STEPS times. Returns the canonical train state, and the bytes of its leaves and of the
+    metrics of all steps, by name."""
     leaves, bits = jax.tree.leaves(run.init()), {}
     for i in range(STEPS):
         leaves, metrics = step(leaves, batch_of(run, i), run.frozen.make())
@@ -136,7 +137,7 @@ def same(found: dict[str, bytes], right: dict[str, bytes]) -> str:
 
 
 def states(sizes: Sizes, devices: Sequence[jax.Device]) -> Checks:
-    """Yields the checks of the combinations, and of a checkpoint on the way to a CPU and back."""
+    """Yields the checks of the combinations of flags, and the check of a checkpoint that goes to a CPU and back."""
     first, *others = MODELS
 
     @functools.cache
@@ -232,7 +233,8 @@ def speed(sizes: Sizes, devices: Sequence[jax.Device]) -> Checks:
 
 
 def peak_of(kind: str) -> float | None:
-    """Returns the published peak FLOP/s of dense bfloat16 products on a device kind; None if the table lacks it."""
+    """Returns the published peak FLOP/s of dense bfloat16 products on a device kind; None if trainer.aot.chips lacks
+    the kind."""
     chip = chip_of(kind)
     return chip.flops("bf16") if chip else None
 

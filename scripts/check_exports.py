@@ -2,10 +2,10 @@
 
     pip install -e ".[goldens]" && python scripts/check_exports.py [part of a case's name ...]
 
-The cases are every preset whose architecture transformers supports, with small sizes that share no divisor, and further
-settings of each architecture. Weights are random. For each case, the script prints the largest difference of the
-logits, relative to the largest logit, in float32 on the CPU. The exit code is 1 if a difference exceeds TOLERANCE, if
-transformers cannot load a file, or if a tensor is missing or unexpected. docs/benchmarks/weights.md has a dated result.
+The cases are every preset whose architecture transformers supports, with unusual small sizes, and further settings of
+each architecture. Weights are random. For each case, the script prints the largest difference of the logits, relative
+to the largest logit, in float32 on the CPU. The exit code is 1 if a difference exceeds TOLERANCE, if transformers
+cannot load a file, or if a tensor is missing or unexpected. docs/benchmarks/weights.md has a dated result.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-os.environ["USE_HUB_KERNELS"] = "NO"  # use transformers' own Python code, even if kernels are installed
+os.environ["USE_HUB_KERNELS"] = "NO"  # use transformers' own Python code, even if the package `kernels` is installed
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
@@ -44,7 +44,8 @@ SIZES = {
     "max_target_length": 333,
 }
 OF_HEADS = {"base_num_query_heads": 6, "base_num_kv_heads": 2, "head_dim": 14}
-# For DeepSeek-V2, transformers rotates complex numbers. Sizes of parts next to qk_rope_head_dim must then be even.
+# For DeepSeek-V2, transformers views the rotated part of a vector as complex numbers, so the parts before it must have
+# even sizes.
 OF_LATENTS = {"base_num_query_heads": 3, "base_num_kv_heads": 3, "kv_lora_rank": 10, "qk_nope_head_dim": 12}
 OF_LATENTS |= {"qk_rope_head_dim": 6, "v_head_dim": 9}
 OF_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "base_moe_mlp_dim": 13}

@@ -1,10 +1,10 @@
 """Compares plans with brute force: `python scripts/check_plan.py [dense slices offload experts] [--folder FOLDER]`.
 
-Each space has at least 60 points, which are configurations of a tiny model. The plan runs without a limit on
-compilations; then every point that it did not compile is compiled, too. No point that fits may be better than the
-plan's winner, neither one that the plan compiled nor one that its bounds excluded. The memory of some points must equal
-that of a separate train_compile. Results are kept in FOLDER/SPACE.jsonl, so the script can be interrupted. It needs
-libtpu, and takes some minutes per space.
+Each of these search spaces has at least 60 points, which are configurations of a tiny model. The plan runs without a
+limit on compilations; then every point that it did not compile is compiled, too. No point that fits may be better than
+the plan's winner, whether the plan compiled the point or excluded it by its bounds. The memory of some points must
+equal that of a separate train_compile. Results are kept in FOLDER/SPACE.jsonl, so the script can be interrupted. It
+needs libtpu, and takes some minutes per space.
 """
 
 import argparse
@@ -43,7 +43,7 @@ QUICKLY = {"exec_time_optimization_effort": -1.0}
 
 
 class Question(NamedTuple):
-    """A planning problem: key=value words, and the values of other keys to search."""
+    """A planning problem: key=value arguments, and the other keys to search, each with its values."""
 
     words: Sequence[str]
     search: Mapping[str, Sequence[Any]]
@@ -143,7 +143,8 @@ def _check(name: str, question: Question, folder: Path) -> int:
 def _row(
     search: Search, config: Config, journal: Journal, point: Mapping[str, Any]
 ) -> tuple[str, int, Mapping[str, Any]]:
-    """Returns the outcome, the tokens and the row of a point. The row is empty if the point is refused."""
+    """Returns the outcome of a point, its tokens per update, and its row of the journal. The row is empty if the point
+    is refused."""
     tokens = search.tokens(point)
     try:
         key = search.key(point)
@@ -168,7 +169,7 @@ def _other_memory(config: Config, search: Search) -> list[str]:
 
 
 def _compile_here(config: Config, options: Mapping[str, Any] = QUICKLY) -> dict[str, Any]:
-    """Compiles in this process, which is faster than `Compiler`."""
+    """Compiles in this process, which is faster than in the new process that `Compiler` starts."""
     began, row = time.monotonic(), {"memory": 0, "again": False}
     try:
         report = compile_for_topology(config, options).report

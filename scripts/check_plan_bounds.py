@@ -3,9 +3,10 @@
     python scripts/check_plan_bounds.py --points 300 --seed 0 --topology cpu-8 [--topology v5e-4 ...] [--results FILE]
 
 A point is a preset with small sizes and random settings. Each bound must be at most the figure of the compiled step,
-and the bounds must not refuse a point that compiles. The table of chips has no CPU. For CPU devices, the estimate
-counts either only compute or only memory traffic, at random, so that both parts of `seconds` are compared. Prints a
-line for each violation, then the median and maximum of bound / figure. The exit code is 1 if there are violations.
+and the bounds must not refuse a point that compiles. trainer.aot.chips has no CPU. For CPU devices, the estimate
+therefore counts only compute or only memory traffic, chosen at random, so that both parts of the bound `seconds` are
+compared. Prints a line for each violation, then the median and maximum of bound / figure. The exit code is 1 if there
+are violations.
 
 FILE (JSON lines) keeps the results, so that the same command continues after an interruption. Compiling a step takes 5
 to 30 s of CPU time for cpu-8 and 30 to 200 s for v5e-4; the models in LARGE take minutes.
@@ -24,7 +25,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-# The options of the test suite (tests/compiler.py). They save time in generating machine code, which affects no figure.
+# The options of the test suite (tests/compiler.py). They speed up the generation of machine code, and affect no figure.
 os.environ["XLA_FLAGS"] = " ".join(
     (
         *(os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8"),
@@ -45,7 +46,7 @@ SIZES = {
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 64}
 LATENT = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32}
 RECURRENT = {"gdn_num_key_heads": 4, "gdn_num_value_heads": 4, "gdn_key_head_dim": 32, "gdn_value_head_dim": 32}
-# Presets, with further sizes that their families need.
+# Presets, each with the sizes that it needs in addition to SIZES or instead of them.
 MODELS: dict[str, dict[str, Any]] = {
     "default": {},
     "llama2-7b": {},
@@ -68,7 +69,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3-next-80b-a3b": EXPERTS | RECURRENT,
     "qwen3.5-2b": RECURRENT,
 }
-# Their blocks differ by layer. One iteration of the loop over layers has 4 to 6 blocks, so compilation takes minutes.
+# Presets whose blocks differ by layer. One iteration of their loop over layers has 4 to 6 blocks, so compilation takes
+# minutes.
 LARGE = ("gemma3-1b", "llama4-17b-16e", "qwen3-next-80b-a3b", "qwen3.5-2b")
 AXES = ("data", "fsdp", "tensor", "expert", "context", "pipeline", "fsdp_transpose", "tensor_sequence")
 POLICIES = (

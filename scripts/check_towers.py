@@ -3,8 +3,9 @@
     pip install -e ".[goldens]" && python scripts/check_towers.py [case ...]
 
 The models are Gemma 3, Mistral 3 (also with a Ministral 3 text model), Llama 4, and Qwen 3.5 (dense and with experts).
-Tensors are named as in published folders, or like the modules of transformers 5. transformers saves a random model,
-which is exported once without training, and once after three training steps. The checks, in float32 on the CPU:
+Tensors have the names that published folders use, or the names of the modules of transformers 5. transformers saves a
+random model, which is exported once without training, and once after three training steps. The checks, in float32 on
+the CPU:
 
 - The tensors of the vision towers are bit-identical in both exports.
 - Without training, all tensors are bit-identical, and so are the logits of a row with an image.
@@ -19,7 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-os.environ["USE_HUB_KERNELS"] = "NO"  # use transformers' own Python code, even if kernels are installed
+os.environ["USE_HUB_KERNELS"] = "NO"  # use transformers' own Python code, even if the package `kernels` is installed
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
@@ -218,7 +219,8 @@ def main() -> int:
     for name, make in CASES.items():
         if name not in (sys.argv[1:] or CASES):
             continue
-        for as_modules in (False,) if name.startswith(("llama4", "qwen")) else (False, True):  # modules as published
+        # The modules of Llama 4 and Qwen 3.5 have the published names.
+        for as_modules in (False,) if name.startswith(("llama4", "qwen")) else (False, True):
             with tempfile.TemporaryDirectory() as folder:
                 found = check(make, Path(folder), as_modules)
             print(f"{name}, {'names of modules' if as_modules else 'names as saved'}: {found[0]:.1e} {found[1]:.1e}")

@@ -1,11 +1,11 @@
-"""Tests the project with the newest dependencies: with a few commands, or with the whole test suite.
+"""Tests the project with the newest dependencies by a few commands or by the whole test suite.
 
     python scripts/check_versions.py [--python PATH] [--environment FOLDER] [--suite] [--measure]
 
 With Python 3.11, pip installs the oldest JAX that pyproject.toml accepts; with a later Python, the newest. The script
-creates a virtual environment from `--python` (default: the oldest Python from 3.12 on that it finds). There it compares
-the five combinations of the NNX flags, trains with a checkpoint, resumes, generates, compiles for a TPU ahead of time,
-and runs the tests of `batch_invariant` whose bits a new XLA is most likely to change. `--environment` names the
+creates a virtual environment from `--python` (default: the oldest installed Python from 3.12 on). There it compares the
+five combinations of the NNX flags, trains with a checkpoint, resumes, generates, compiles for a TPU ahead of time, and
+runs the tests of `batch_invariant` whose bits a new XLA is most likely to change. `--environment` names the
 environment's folder, which is kept, and reused if it exists. `--suite` runs every test instead; `--measure` prints one
 row of the table in docs/benchmarks/versions.md. If there is no Python 3.12 or later, the script prints a message and
 exits with 0.
@@ -37,7 +37,8 @@ PART = (
     (("generate", "runs/versions", "prompt=def", "max_target_length=64"), "def"),
     (("train_compile", "base.yml", *TINY, *TPU), "as the compiler scheduled it"),
 )
-# Tests with narrow products and sums over few experts. XLA has compiled these differently before (docs/decisions/0028).
+# Tests with narrow products and sums over few experts. XLA has compiled these operations to different code in different
+# programs (docs/decisions/0028).
 BITS = ("tests/unit/inference/test_batch_invariant.py", "-k", "test_log and float32 and (lora or mixtral or qwen3_moe)")
 # Prints the compiler's figures for the table of versions.
 MEASURE = """
@@ -86,8 +87,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def first_python() -> Path | None:
-    """Returns the oldest working Python from 3.12 on, from the path or pyenv, because wheels may be missing for newer
-    ones. Returns None if there is none."""
+    """Returns the oldest working Python from 3.12 on that the path or pyenv contains; None if there is none. The oldest
+    is chosen because wheels may be missing for newer versions."""
     pyenv = (Path.home() / ".pyenv" / "versions").glob("3.*/bin/python")
     found = [(int(path.parts[-3].split(".")[1]), path) for path in pyenv]
     on_path = {minor: shutil.which(f"python3.{minor}") for minor in range(12, 20)}
@@ -100,7 +101,7 @@ def first_python() -> Path | None:
 
 
 def environment(python: Path, folder: Path) -> str:
-    """Creates an environment with the newest dependencies unless it exists. Returns its Python."""
+    """Creates an environment with the newest dependencies unless it exists. Returns the environment's Python."""
     inside = str(folder / "bin" / "python")
     if not Path(inside).exists():
         subprocess.run([python, "-m", "venv", folder], check=True)

@@ -4,9 +4,10 @@
     python scripts/compare_diloco.py FOLDER --plot X.svg    the same, and draw the curves (needs matplotlib)
 
 All runs use eight simulated devices and the same rows in each step. DiLoCo has four islands with fsdp 2; data
-parallelism has data 4 x fsdp 2. First, DiLoCo runs with each of RATES and the first of SEEDS; then, all kinds run with
-the best rate and each of SEEDS. A seed determines the initial parameters and the order of the rows. Each run has its
-own folder, and a complete run is not repeated. Bytes are counted in the compiled step.
+parallelism has data 4 x fsdp 2. First, DiLoCo runs with each outer learning rate in RATES and the first of SEEDS; then,
+all methods run with each of SEEDS, where DiLoCo and streaming DiLoCo use the best rate. A seed determines the initial
+parameters and the order of the rows. Each run has its own folder, and a complete run is not repeated. Bytes are counted
+in the compiled step.
 """
 
 import argparse
@@ -77,7 +78,8 @@ def sent(kind: str) -> tuple[float, float]:
     if not run.config.enable_diloco:
         total = sum(it.bytes for it in found if "data" in it.axes)
         return total, total
-    # Each conditional synchronizes one fragment, and sends little besides the parameters of the fragment.
+    # Each conditional of the step synchronizes one fragment, and sends little besides the fragment's parameters. So its
+    # bytes are proportional to the fragment's size.
     total = sum(it.bytes for it in found if "diloco" in it.axes)
     params = run.codec.unpack(run.abstract_args()[0]).params
     sizes = [_numbers(jax.eval_shape(part.part, params)) for part in fragments(run.config)]

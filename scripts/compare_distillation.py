@@ -23,7 +23,7 @@ SEEDS = (0, 1, 2)
 TEACHER = {"base_emb_dim": 384, "base_num_query_heads": 12, "base_num_kv_heads": 4, "base_mlp_dim": 1024}
 TEACHER |= {"learning_rate": 3e-3, "steps": TEACHER_STEPS, "eval_interval": TEACHER_STEPS}
 ALPHAS = (None, 0.5, 0.9)  # distill_alpha, the weight of the divergence in the loss; None: without a teacher
-COLORS = {None: "#000000", 0.5: "#0072B2", 0.9: "#D55E00"}  # Okabe and Ito's, which suit colour-blind readers
+COLORS = {None: "#000000", 0.5: "#0072B2", 0.9: "#D55E00"}  # Okabe and Ito's palette, which suits colour-blind readers
 STYLES = {None: "-", 0.5: "--", 0.9: "-."}
 
 

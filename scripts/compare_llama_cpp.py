@@ -40,7 +40,7 @@ from trainer.weights.open import open_source, weights_of
 LENGTH = 512
 SOME = 128  # tokens whose logits are compared
 BLOCK = 32  # values that share a scale, in Q8_0 and in rounded activations
-# Writes the loss of each token, and the logits of the first ones. Queries, keys and values are float32.
+# Writes the losses of all tokens, and the logits of the first tokens. Queries, keys and values are float32.
 LLAMA_CPP = """
 import json, sys
 import numpy as np
@@ -106,8 +106,8 @@ class Rounding:
     """The Llama model of a GGUF file in NumPy, with or without llama.cpp's rounding of activations.
 
     Each block of 32 activations is rounded to integers times a float16 scale (Q8_0). Weights in Q4_1 are integers times
-    a scale, plus a minimum. The minimum's part of a product is the minimum times the sum of the rounded activations of
-    the block, and that sum is rounded to float16 (Q8_1).
+    a scale, plus a minimum. In a product, the minimum is multiplied by the sum of the block's rounded activations,
+    which llama.cpp rounds to float16 (Q8_1).
     """
 
     def __init__(self, file: Path):

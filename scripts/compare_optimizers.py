@@ -30,17 +30,18 @@ from trainer import train
 
 STEPS, TUNING_STEPS = 260, 100
 EVAL_INTERVAL = 52  # steps; evaluations use all held-out rows
-REFERENCES = (156, 208, 260)  # the table shows when the others reach AdamW's losses after these steps
+REFERENCES = (156, 208, 260)  # the table shows when others reach the losses that AdamW has after these steps
 RATES, SEEDS = 4, (0, 1, 2)
 ROUNDS, TIMED_STEPS = 12, 4
-# The lowest learning rate, and the settings that make an optimizer's rates comparable: Lion uses a tenth of AdamW's
-# rates and ten times its weight decay (as its paper advises); Muon uses AdamW's weight decay and update size.
+# By optimizer: the lowest learning rate to try, and the settings that make the rates of optimizers comparable: Lion
+# uses a tenth of AdamW's rates and ten times its weight decay (as its paper advises); Muon uses AdamW's weight decay
+# and update size.
 OPTIMIZERS = {
     "adamw": (3e-3, {}),
     "muon": (3e-3, {"muon_consistent_rms": 0.2, "muon_weight_decay": 0.1}),
     "lion": (3e-4, {"lion_weight_decay": 1.0}),
 }
-COLORS = {"adamw": "#0072B2", "muon": "#D55E00", "lion": "#009E73"}  # Okabe and Ito's, which suit colour-blind readers
+COLORS = {"adamw": "#0072B2", "muon": "#D55E00", "lion": "#009E73"}  # Okabe and Ito's palette for colour-blind readers
 STYLES = {"adamw": "-", "muon": "--", "lion": "-."}
 
 

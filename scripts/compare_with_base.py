@@ -2,14 +2,15 @@
 
     python scripts/compare_with_base.py [--base COMMIT] [--write]
 
-For each of a few small configurations that cover the paths of the step, `trainer.parity record=FILE` runs in a worktree
-of the base, and `trainer.parity left=FILE` runs here. Programs are compiled quickly (tests/compiler.py). Changed bits
-are reported, and are an error unless docs/changed-bits.md has a new line that names the configuration. The base is
-`--base`; by default, it is the commit where this branch left origin/main, or else the first parent of HEAD.
+For each of a few small configurations that cover the code paths of the training step, `trainer.parity record=FILE` runs
+in a worktree of the base, and `trainer.parity left=FILE` runs in this checkout. Programs are compiled with the fast
+options of tests/compiler.py. Changed bits are reported, and are an error unless docs/changed-bits.md has a new line
+that names the configuration. The base is `--base`; by default, it is the commit where this branch left origin/main, or
+else the first parent of HEAD.
 
-tests/goldens/programs.json has the facts that do not depend on the machine: names and shapes of the state, FLOPs, and
-bytes. A difference is an error; `--write` rewrites the file. FLOPs and bytes are compared only with the version of JAX
-that the file names.
+tests/goldens/programs.json contains the facts of each configuration that do not depend on the machine: names and shapes
+of the state, FLOPs, and bytes. A difference from this file is an error; with `--write`, the script rewrites the file
+instead. FLOPs and bytes are compared only with the version of JAX that the file names.
 """
 
 import argparse
@@ -88,9 +89,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def compare(tree: Path | None, names: Sequence[str], scratch: Path) -> dict[str, tuple[int, str]]:
-    """Records the cases with the base in `tree`. This checkout compares its results with those records, and records the
-    cases, too. Returns the exit code and the last line of each comparison. The code is -1 if the base cannot record the
-    case."""
+    """Records the results of the cases with the base in `tree`; then, in this checkout, compares the results with those
+    records and records the results, too. Returns the exit code and the last line of each comparison. The code is -1 if
+    the base cannot record the case."""
     paths = {name: scratch / f"{name}.safetensors" for name in names}
     here = [("base.yml", *CASES[name], f"record={scratch / name}.head.safetensors") for name in names]
     said: dict[str, tuple[int, str]] = {}
@@ -135,7 +136,7 @@ def facts_of(record: Path) -> dict[str, object]:
 
 
 def facts_differ(found: Mapping[str, object], *, write: bool) -> list[str]:
-    """Compares the facts of all cases with the file FACTS, or writes that file. Returns the errors."""
+    """Compares the results of `facts_of` for all cases with the file FACTS, or writes that file. Returns the errors."""
     versions = {name: metadata.version(name) for name in ("jax", "jaxlib")}
     if write:
         FACTS.write_text(json.dumps({"versions": versions, "cases": found}, indent=1) + "\n")
@@ -172,7 +173,7 @@ def run(tree: Path, commands: Sequence[Sequence[str]], scratch: Path) -> list[tu
 
 @contextlib.contextmanager
 def worktree(commit: str | None, folder: Path) -> Iterator[Path | None]:
-    """Checks out `commit` in `folder` for the duration of the context. Yields `folder`, or None without a commit."""
+    """Checks out `commit` in `folder` for the duration of the context. Yields `folder`, or None if `commit` is None."""
     if commit is None:
         print("HEAD has no parent here, so no bits are compared")
         yield None

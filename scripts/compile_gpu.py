@@ -1,7 +1,7 @@
 """Compiles for an NVIDIA GPU on a machine without one, and prints the kernels and the memory of each program.
 
     python3.12 -m venv v && v/bin/pip install -e '.[gpu-aot]'
-    v/bin/python scripts/compile_gpu.py attention               # by how documents are described to the kernel
+    v/bin/python scripts/compile_gpu.py attention               # for each way to describe documents to the kernel
     v/bin/python scripts/compile_gpu.py step [key=value ...]    # the training step of scripts/check_accelerator.py
     v/bin/python scripts/compile_gpu.py benchmark [INDEX ...]   # the cases of scripts/benchmark_gpu.py
     v/bin/python scripts/compile_gpu.py products                # FLOPs of whole models, compared with a formula
@@ -94,7 +94,8 @@ def attention(device: Any) -> Iterator[tuple[str, ...]]:
 
 
 def with_gradients(op: Callable[..., jax.Array]) -> Callable[..., Any]:
-    """Returns a function that computes the gradients of the op's squared result for queries, keys and values."""
+    """Returns a function that computes the gradients of the sum of the op's squared outputs with respect to queries,
+    keys and values."""
 
     def loss(*args: Any) -> jax.Array:
         return jnp.square(op(*args).astype(jnp.float32)).sum()
@@ -158,7 +159,7 @@ def products_of_models() -> Iterator[tuple[str, ...]]:
 
 
 def products(text: str) -> str:
-    """Returns the numbers of matrix products in a compiled program by the types of their operands, in words."""
+    """Returns, as text, how many matrix products a compiled program contains, by the types of their operands."""
     types = dict(re.findall(r"^\s*(?:ROOT )?(%[\w.-]+) = (\w+)\[", text, re.MULTILINE))
     pairs = re.findall(r" dot\((%[\w.-]+), (%[\w.-]+)\)", text)
     found = collections.Counter(" x ".join(sorted({types[one] for one in pair})) for pair in pairs)
@@ -166,7 +167,7 @@ def products(text: str) -> str:
 
 
 def kernels(text: str) -> str:
-    """Returns the calls of cuDNN's attention in a compiled program and their settings, in words."""
+    """Returns, as text, the calls of cuDNN's attention in a compiled program, with their settings."""
     found = collections.Counter()
     for name, config in re.findall(r'custom_call_target="__cudnn\$fmha(\w+)".*?backend_config=(\{.*\})', text):
         config = json.loads(config)["cudnn_fmha_backend_config"]

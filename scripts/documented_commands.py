@@ -26,9 +26,9 @@ class Command(NamedTuple):
       variables: environment variables that the command sets.
       program: a module, or the path of a script.
       words: the arguments.
-      code: the expected exit code, from a comment directly before the block such as `exit code: 1`.
-      named: the name in a comment directly before the block such as `command: test`. .ci/run runs named commands
-        itself.
+      code: the expected exit code: 0, or N if the comment directly before the block is `exit code: N`.
+      named: NAME if the comment directly before the block is `command: NAME`, else "". Named commands are run by
+        .ci/run itself.
     """
 
     page: str

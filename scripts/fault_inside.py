@@ -1,16 +1,16 @@
 """Injects faults into a training process. The sitecustomize.py that scripts/fault_rounds.py writes calls `install`.
 
 The environment variable FAULTS is a JSON object:
-  folder  the folder for output: struck-N (fault N has struck; contains the path of the damaged file or the id of the
-          hanging process), half-committed (a committed checkpoint is damaged), counts-PROCESS.json, and samples (with a
-          line for each row that was trained on)
+  folder  the folder for these files: struck-N is created when fault N strikes, and contains the path of the damaged
+          file or the id of the hanging process; half-committed is created if a committed checkpoint is damaged;
+          counts-PROCESS.json has the number of calls by moment; samples has a line for each row that was trained on
   run     the run's folder
   volume  a small file system that contains the run, and that the fault "full disk" fills; "": the fault is simulated
   faults  a list of objects: kind, moment, process (null: any), call (which call of the moment's function, from 1),
           delay (seconds from that call to the fault), file (which of the newest checkpoint's sorted files to damage, as
           a fraction in [0, 1))
-Each fault strikes once. A start of the run has only one fault: the first that has not yet struck. If the list is empty,
-the calls at each moment are counted.
+Each fault strikes once, and each start of the run has only one fault: the first that has not yet struck. If the list of
+faults is empty, the calls of each moment's function are counted instead.
 """
 
 import atexit
@@ -32,8 +32,8 @@ from pathlib import Path
 from typing import Any
 
 ANY_TIME, COMMIT = "any time", "commit"
-# The function whose call defines each moment. COMMIT is the end of that call. ANY_TIME has no function: its delay
-# counts from the start of the process.
+# By moment: the function whose call is the moment. COMMIT is the end of the call. ANY_TIME is not listed, because it
+# has no function; its delay counts from the start of the process.
 MOMENTS = {
     "preparation of data": "trainer.data.parts:write",
     "verification": "trainer.checkpoint.manager:verify",
@@ -54,15 +54,16 @@ MOMENTS = {
 HANG = "hang"  # an endless wait, within the moment's function
 SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
 FULL, BALLAST = "full disk", "ballast"
-# Moments from which on the simulated disk is full for all writes, with the maximum bytes per file. The system enforces
-# this limit, so that C++ threads fail, too. At other moments, the moment's function raises ENOSPC once.
+# By moment: the maximum bytes per file after a simulated full disk has struck at this moment. The operating system
+# enforces this limit, so that writes of C++ threads fail, too. At other moments, the moment's function raises ENOSPC
+# once.
 LIMITED = {"save": 4096, "row of metrics": 0}
 DAMAGES = ("truncated", "removed")
 
 
 def install() -> None:
-    """Prepares the faults of this process if the launcher has started it. They are armed only after the process has
-    read its command line."""
+    """Prepares the faults of this process if the launcher has started the process. The faults are armed only after the
+    process has read its command line."""
     index = next((word.partition("=")[2] for word in sys.orig_argv if word.startswith("process_id=")), None)
     if index is None:
         return
@@ -129,7 +130,7 @@ def _prepare(fault: dict[str, Any], strike: Callable[[], None]) -> None:
 
 
 def _before(moment: str, act: Callable[[], None]) -> None:
-    """Calls `act` before each call of the moment's function; after it for COMMIT."""
+    """Makes each call of the moment's function call `act` first, or for COMMIT, at its end."""
     module, _, name = MOMENTS[moment].partition(":")
     *owners, name = name.split(".")
     owner = functools.reduce(getattr, owners, importlib.import_module(module))
@@ -137,7 +138,7 @@ def _before(moment: str, act: Callable[[], None]) -> None:
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if moment == "sidecar":  # acts in the thread that awaits it
+        if moment == "sidecar":  # an async function: act in the thread that awaits it
             return _awaited(act, function(*args, **kwargs))
         if moment != COMMIT:
             act()

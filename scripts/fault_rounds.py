@@ -3,16 +3,17 @@
     python scripts/fault_rounds.py --rounds 30 dataset_type=synthetic steps=60 checkpoint_period=5 eval_interval=20
     python scripts/fault_rounds.py --processes 1,2,4 --results results.txt dataset_type=synthetic steps=60 ...
 
-Every round starts the command from scratch through scripts/launch_local.py, with one or several processes that have one
-CPU device each. One of the FAULTS strikes one process, at a moment that scripts/fault_inside.py defines. If the
-launcher does not restart the processes, the round follows the instructions in its message and runs the same command
-again. The result is compared with an undisturbed run of as many processes: the rows that were trained on, metrics.jsonl
-without its timing fields, every array of the last checkpoint, bit for bit, and with --module trainer.grpo the
-completions. Every committed checkpoint must pass verification at each start and at the end.
+Every round starts a training run with the key=value arguments from scratch through scripts/launch_local.py, with one or
+several processes that have one CPU device each. One of the FAULTS strikes one process, at a moment that
+scripts/fault_inside.py defines. If the launcher does not restart the processes, the round follows the instructions in
+the run's message and runs the same command again. The result is compared with an undisturbed run of as many processes:
+the rows that were trained on, metrics.jsonl without its timing fields, every array of the last checkpoint, bit for bit,
+and, with --module trainer.grpo, the completions. Every committed checkpoint must pass verification at each start and at
+the end.
 
 --processes 2:4 begins with two processes and continues with four after the first fault, on the same number of devices.
-Then the rows must be the same, and losses and arrays must agree within LOSSES and ARRAYS. This requires the optimizer
-SGD, because others amplify the rounding of gradients near zero.
+The rows must then be the same, but losses and arrays need only agree within LOSSES and ARRAYS. --processes 2:4 requires
+the optimizer SGD, because other optimizers amplify the rounding errors of gradients near zero.
 
 A full disk is simulated within the process. With --volume FOLDER, a small file system that contains the runs is filled
 instead:
@@ -43,14 +44,14 @@ from typing import Any, NamedTuple
 from fault_inside import ANY_TIME, BALLAST, DAMAGES, FULL, HANG, MOMENTS
 
 LAUNCHER = Path(__file__).with_name("launch_local.py")
-RESTORING = ("verification", "restore")  # moments of a resumed run, which a kill must end first
+RESTORING = ("verification", "restore")  # moments of a resumed run only, so a kill must end the run first
 STARTING = ("preparation of data", *RESTORING)
 EVERYWHERE = (ANY_TIME, *MOMENTS)
 WRITING = ("preparation of data", "row of metrics", "save", "sidecar", "checksums")
 DAMAGING = ("restore", "step", "evaluation", "save", "retention")
-LIMITS = {"hang_timeout_seconds": 10, "hang_grace_seconds": 150}  # a start takes more than 60 s if others use the CPUs
+LIMITS = {"hang_timeout_seconds": 10, "hang_grace_seconds": 150}  # a start takes over 60 s on busy CPUs
 SUPERVISED = ("supervise=true", *(f"{key}={seconds}" for key, seconds in LIMITS.items()))
-TO_END = 30  # seconds after the limit within which a hanging process and all others must have ended
+TO_END = 30  # a hanging process and all others must have ended this many seconds after the limit
 # The moments at which a process can hang, and the phases that its supervisor may name.
 HANGING = {
     "step": r"step \d+",
@@ -59,7 +60,7 @@ HANGING = {
     "rewards": r"step \d+ \(rollouts\)|evaluation",
     "evaluation": "evaluation",
     "save": "save",
-    "checksums": "save|end",  # the next save or the end of the run waits for them
+    "checksums": "save|end",  # the next save or the end of the run waits for the checksums
 }
 # The faults, each with the moments at which it can strike, and the exit code after which the launcher does not restart.
 FAULTS: dict[str, tuple[Sequence[str], int]] = {
@@ -106,7 +107,8 @@ class Round(NamedTuple):
       seed: the seed.
       processes: number of processes at the start.
       then: number of processes after the first fault.
-      faults: as in fault_inside.py. The last one is under test; another one only ends the run first.
+      faults: as in fault_inside.py. The last fault is under test. If there is one before it, that fault only ends the
+        run, so that the run resumes.
     """
 
     seed: int
@@ -154,7 +156,7 @@ def drawn(
         fault["process"] = None  # whichever process comes first prepares the data
     if kind in (FULL, HANG):
         fault["delay"] = 0.0  # the call itself fails
-    # A kill that ends the run before it resumes. It comes near the run's end, so that there is a checkpoint.
+    # A kill after which the run resumes. It comes near the run's end, so that there is a checkpoint to resume from.
     first = {"kind": "kill", "moment": "step", "process": draw.randrange(count), "delay": 0.0}
     steps = counts[0]["step"]
     first["call"] = draw.randint(steps * 2 // 3, steps)
@@ -198,7 +200,7 @@ def launch(
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the launcher did not end within {LIMIT} s") from None
         finally:
-            launcher.terminate()  # it ends its processes
+            launcher.terminate()  # the launcher ends its processes
         log.seek(before)
         return launcher.returncode, log.read()
 
@@ -284,7 +286,8 @@ def undisturbed(words: Sequence[str], folder: Path, processes: int, devices: int
 
 
 def disturbed(one: Round, words: Sequence[str], folder: Path, module: str, whole: Undisturbed, volume: str = "") -> str:
-    """Runs a round in `folder`; with `volume`, its run and its cache are there. Returns the result in words.
+    """Runs a round in `folder`; with `volume`, the folders of the run and of its cache are in that file system. Returns
+    the result in words.
 
     Raises:
       AssertionError: the run did not end as it should, or its outcome differs from that of `whole`.
@@ -354,15 +357,15 @@ def hang(one: Round, folder: Path, mark: Path) -> str:
     assert found, f"hung at {moment}: {first}"
     starts = re.findall(r"---- started at (.*)", (folder / "logs/process-0.log").read_text())
     started = [datetime.datetime.fromisoformat(start).timestamp() for start in starts]
-    # The launcher's first pause is 1 s, and the log has whole seconds.
+    # The launcher pauses for 1 s before the first restart. The log contains times in whole seconds.
     passed = min(start for start in started if start > mark.stat().st_mtime) - 1 - mark.stat().st_mtime
     assert passed < LIMITS[found[1]] + TO_END, f"ended after {passed:.0f} s"
     return f"named {found[2]}, {found[1]}={LIMITS[found[1]]}, all ended after {passed:.0f} s"
 
 
 def check_checkpoints(folder: Path, damaged: Sequence[str]) -> None:
-    """Raises AssertionError if a committed checkpoint fails verification and is not in `damaged`, if one failed it at a
-    start, or if anything else is left in the folder of checkpoints."""
+    """Raises AssertionError if a committed checkpoint that is not in `damaged` fails verification, if a committed
+    checkpoint failed it at a start of the run, or if anything else is left in the folder of checkpoints."""
     from trainer.checkpoint.manager import committed
     from trainer.checkpoint.sums import verify
 

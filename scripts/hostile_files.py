@@ -2,8 +2,8 @@
 
     python scripts/hostile_files.py [seed=0] [count=100] [kinds=templates,tokenizers,tables,configs,gguf]
 
-Each file is read in its own process, which is forked from one that has loaded the package. Its address space may grow
-by 2 GB. A table shows for each kind how many files were read, refused or failed, the longest time, and the largest
+Each file is read in a child process, forked from a process that has loaded the package. The child's address space may
+grow by 2 GB. A table shows for each kind how many files were read, refused or failed, the longest time, and the largest
 growth of memory.
 """
 
@@ -52,7 +52,8 @@ CONFIG = {
     **{"model_type": "llama", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "max_position_embeddings": 64},
 }
-# A template whose value grows in a loop and is written at the end: (start, iterations, step, end).
+# A template in which the value n.x grows in a loop. Its parameters: the value at the start, the number of iterations,
+# the expression of the next value, and the text at the end.
 GROWN = "{%% set n = namespace(x=%s) %%}{%% for i in range(%d) %%}{%% set n.x = %s %%}{%% endfor %%}%s"
 STARTS = ["9", "'a'", "'a'.encode()", "['a']", "('a',)", "{'a': 1}", "1.5", "messages", "namespace(a=1)", "'😀,'"]
 STEPS = [
@@ -230,7 +231,7 @@ def table(draw: random.Random, folder: Path) -> Callable[[], Any]:
                 try:
                     for batch in pyarrow.ipc.open_stream(file):
                         len(batch)
-                except (pyarrow.ArrowException, OSError) as error:  # as data.hf names it
+                except (pyarrow.ArrowException, OSError) as error:  # as the loader (trainer.data.hf) does
                     raise UserError(f"{path}: {error}") from error
             return
         for _ in (ParquetPart if kind == "parquet" else JsonlPart)(path, ("text",)).read():
@@ -307,7 +308,8 @@ KINDS = {"templates": template, "tokenizers": tokenizer, "tables": table, "confi
 
 
 def tried(read: Callable[[], Any]) -> tuple[str, float, int]:
-    """Returns "read", "refused" or the failure in words, the seconds, and the growth of memory in MiB."""
+    """Calls `read` in a forked process. Returns "read", "refused" or a description of the failure; the seconds; and the
+    growth of memory in MiB."""
     begin, (get, put) = time.monotonic(), os.pipe()
     child = os.fork()
     if not child:

@@ -4,8 +4,8 @@
 
 Starts `trainer.serve FROM`. Honest requests ask for one token, with a small body or a body of 12 kB; their usual time
 is the median of 40. Then, for each kind and size of hostile request, two clients repeat the request for three seconds
-while the honest client continues. The sizes are 2.7 MB and just below HUGE and LARGE, the thresholds from which on the
-server reads a body elsewhere (trainer.serving.reading).
+while the honest client continues. The sizes are 2.7 MB, and just below HUGE and LARGE bytes. The server reads bodies
+above LARGE bytes in a separate process, and those above HUGE bytes in another one (trainer.serving.reading).
 """
 
 import asyncio
@@ -82,7 +82,8 @@ async def main(model: str, keys: list[str]) -> None:
     async with served(model, keys) as server:
         async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
             for size in (LARGE, HUGE):
-                await client.post(TEXT, content=b" " * (size + 1), headers=JSON)  # starts the process that reads it
+                # Starts the process that reads bodies of this size.
+                await client.post(TEXT, content=b" " * (size + 1), headers=JSON)
             usual = [statistics.median([await honest(client, it) for _ in range(40)]) for it in PADDINGS]
         print("honest requests alone (medians of 40): " + ", ".join(f"{1000 * it:.0f} ms" for it in usual))
         for size in (BYTES, HUGE - 8000, LARGE - 1000):

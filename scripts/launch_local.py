@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import IO
 
 HEARTBEAT = 10  # seconds without a heartbeat after which processes count as dead
-_GRACE = 5.0  # seconds within which all processes that lost the same process end
+_GRACE = 5.0  # seconds within which all processes end that have lost contact with the same process
 LEFT_TO_END = 20.0  # seconds that the other processes have to end by themselves after one has ended with an error
 _SECONDS_TO_READ = 1.0  # maximum wait for the last output of a process that has ended
 _POLL = 0.05
@@ -44,7 +44,7 @@ _ABORTED = (
     128 + signal.SIGABRT,
 )  # aborted by JAX; which code depends on whether there is a supervisor
 _LOST = {*_ABORTED, _HANG}  # exit codes of processes that have waited for another process in vain
-_OBEYED = (128 + signal.SIGTERM, 128 + signal.SIGINT, -signal.SIGINT)  # of processes that ended on request
+_OBEYED = (128 + signal.SIGTERM, 128 + signal.SIGINT, -signal.SIGINT)  # exit codes of processes that ended on request
 _SIGNALS = {int(number) for number in signal.Signals}
 _SAME_STEP, _LONGEST_PAUSE = 3, 30.0
 # Output of JAX's collectives when they connect, and the C++ stack trace when JAX aborts a process that lost another.
@@ -104,7 +104,7 @@ class _Member:
         self._prefix, self._log = f"[{index}] " if index or options.all else "", _Log(options.logs, index)
         self._process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True, errors="replace",
-            start_new_session=True,  # Ctrl-C reaches it once, through this launcher
+            start_new_session=True,  # Ctrl-C reaches the process only once, through this launcher
         )  # fmt: skip
         self.poll, self.send_signal = self._process.poll, self._process.send_signal
         self._readers = [
@@ -123,7 +123,8 @@ class _Member:
             reader.join(seconds)
 
     def close(self) -> None:
-        """Kills processes that it left behind, which may hold the run's lock, and reads the rest of its output."""
+        """Kills the processes that this process left behind, which may hold the run's lock, and reads the rest of its
+        output."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self.join()
@@ -273,9 +274,9 @@ def _why_not(code: int, failures: int, step: int, last: bool) -> str:
 def _first_failure(members: Sequence[_Member]) -> int | None:
     """Returns the index of the process that failed, and names it on stderr unless it obeyed a request to end.
 
-    If several processes failed, returns the likeliest cause. The other processes lose it; then they end with code 1, or
-    JAX aborts them, or their supervisors end them. If all processes that ended have lost another one, the cause is a
-    process that still runs.
+    If several processes failed, returns the likeliest cause. The other processes lose contact with that process; then
+    they end with code 1, or JAX aborts them, or their supervisors end them. If all processes that ended have lost
+    another one, the cause is a process that still runs.
     """
     codes = {index: code for index, member in enumerate(members) if (code := member.poll())}
     if not codes:
@@ -298,8 +299,8 @@ def _first_failure(members: Sequence[_Member]) -> int | None:
 
 
 def _rank(code: int, member: _Member) -> tuple[bool | float, ...]:
-    """Returns a sort key, which is smaller the likelier the process caused the failure. Among hanging processes, the
-    one at the lowest step is the likeliest."""
+    """Returns a sort key: the likelier it is that the process caused the failure, the smaller the key. Among hanging
+    processes, the one at the lowest step is the likeliest."""
     step = re.search(r"step (\d+)", member.phase)
     return (
         *(code in _ABORTED, member.lost, code > 0, -code),

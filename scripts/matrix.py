@@ -1,4 +1,4 @@
-"""Trains with each mesh, combination of NNX flags, loop and accumulation, and compares the results with one device.
+"""Trains with all combinations of mesh, NNX flags, layer loop and accumulation; compares the results with one device.
 
     python scripts/matrix.py --part 1/4 --out matrix.jsonl     # and 2/4, ...; skips cases that the file contains
     python scripts/matrix.py --table matrix.jsonl              # the table of docs/benchmarks/sharding.md
@@ -61,7 +61,7 @@ SIZES = {
     "warmup_steps_fraction": 0,
 }
 ROWS, STEPS = 16, 2
-# Losses are float32 sums, and a mesh changes their order.
+# Losses are float32 sums, and a mesh changes the order of addition.
 TOLERANCE = 1e-5
 
 
@@ -121,7 +121,7 @@ def read(path: Path) -> list[dict]:
 
 def table(rows: list[dict]) -> str:
     """Returns a Markdown table: a row per mesh, a column per combination, each cell the largest relative difference
-    from one device.
+    from the results of one device.
 
     Raises:
       SystemExit: a case is missing, or differs by more than rounding.

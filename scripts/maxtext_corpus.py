@@ -4,8 +4,7 @@
 
 CHECKOUT is a checkout or an unpacked source tree of MaxText. A command is text in a page, a script or a docstring that
 runs a module or a file of MaxText with python. Open quotes and trailing backslashes continue a command on the next
-line. The table in docs/from-maxtext.md has dated counts; `--list` shows the commands themselves, which are MaxText's
-text.
+line. The table in docs/from-maxtext.md has dated counts; `--list` prints the commands themselves.
 """
 
 import argparse

@@ -44,8 +44,7 @@ weights for a run with ema_decay: raw, the trained parameters (default), or ema,
         float32; frozen parameters have no average and are exported unchanged
 key     keys of the model, as for trainer.train. They default to FROM's config.json or config.yml; a MaxText checkpoint
         has neither, so give model_name=... or each key. rope_interleave is converted. max_target_length=... is
-        written as max_position_embeddings. For a Linen block, also give enable_nnx,
-        pure_nnx_decoder and pure_nnx.
+        written as max_position_embeddings. For a Linen block, also give the flags of the module system.
 load_parameters_path   for adapters: the path of their base, if the base has moved or a PEFT folder names another path
 Weights that weight_sparsity_n masks are zero in hf and maxtext; params also contains the masks.
 Copies the tokenizer files next to FROM, and FROM's settings for end tokens, lengths and sampling

@@ -237,7 +237,7 @@ def test_the_guides_stretched_model_trains(tmp_path, capsys):
     keys = sizes | {"steps": 1, "per_device_batch_size": 1, "base_output_directory": tmp_path, "run_name": "long"}
     keys |= {"load_parameters_path": path, "rope_type": "yarn", "rope_factor": 4}
     train.main([f"{key}={value}" for key, value in keys.items()])
-    assert "says rope_type=default; rope_type=yarn was given and takes precedence" in capsys.readouterr().out
+    assert "has rope_type=default; rope_type=yarn was given and takes precedence" in capsys.readouterr().out
 
 
 def test_mistakes_of_the_command_line_are_told_at_once(tmp_path, capsys):

@@ -76,7 +76,7 @@ def test_a_layer_that_computes_something_else_is_named(capsys, full, plain, monk
     code, out, _ = command(capsys, f"left={plain}", "scan_layers=false", only_forward=True)
     assert code == 1
     assert f"plain.safetensors and nnx {first}: rms 0." in out
-    assert out.splitlines()[-1].endswith("record with arrays=true to get the sizes of differences")
+    assert out.splitlines()[-1].endswith("record with arrays=true to get difference sizes")
     layers = itertools.count()
     code, out, _ = command(capsys, f"left={full}", "scan_layers=false", only_forward=True)
     assert out.splitlines()[-1] == f"full.safetensors and nnx {first}"

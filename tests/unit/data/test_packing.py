@@ -249,5 +249,5 @@ def test_the_places_of_documents_that_stay_together():
     assert of_two(5, 3).places(align=4) == 11
     assert of_two(4, 3).places(align=4) == 7
     for packing in (Packing(7, "first_fit"), Packing(16)):
-        with pytest.raises(AssertionError, match="would be split"):
+        with pytest.raises(AssertionError, match="with followers"):
             list(packing.rows([(0, of_two(5, 3))], Counts()))

@@ -132,7 +132,7 @@ def test_generation_carries_state_that_has_no_place_for_each_position():
 
 def test_prompts_do_not_share_a_row_if_there_is_state_without_positions():
     engine = MaxEngine(tiny_config("nnx", **OWN, max_target_length=LENGTH), jax.devices()[:1])
-    with pytest.raises(ValueError, match="no state for each prompt, so prompts cannot share a row"):
+    with pytest.raises(ValueError, match="does not keep separate states for the prompts of a row"):
         engine.prefill_concat(None, *engine.packed([[5, 0], [1, 2, 3]]))
 
 

@@ -314,6 +314,6 @@ def test_a_layout_and_its_inverse(how, shape, theirs, head):
 
 
 def test_an_axis_that_does_not_consist_of_heads():
-    with pytest.raises(UserError, match=r"x: .* heads of head_dim=4 entries, but our parameter has 6 entries"):
+    with pytest.raises(UserError, match=r"x: .* heads of head_dim=4 entries, .* last axis, 6, is not a multiple"):
         Layout("x", rotated="head_dim").head({"head_dim": 4}, (3, 6))
     assert Layout("x").head({"head_dim": 4}, (3, 6)) == 0

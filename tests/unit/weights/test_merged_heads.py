@@ -212,7 +212,7 @@ def test_an_axis_that_is_not_made_of_heads_is_refused(tmp_path, monkeypatch):
     wrong = dataclasses.replace(MERGED, hugging_face=[tables._replace(layouts=layouts)])
     monkeypatch.setitem(sys.modules, "wrong", SimpleNamespace(FAMILY=wrong))
     cfg = config("wrong:FAMILY", True, head_dim=12)
-    with pytest.raises(UserError, match=r"post_attention_layernorm.weight: .*head_dim=12 .* has 32 entries"):
+    with pytest.raises(UserError, match=r"post_attention_layernorm.weight: .*head_dim=12 .*, 32, is not"):
         write_huggingface(tmp_path, cfg, leaves_of(random_params(cfg)), None)
 
 

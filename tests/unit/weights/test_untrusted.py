@@ -87,7 +87,7 @@ def test_words_of_rope(rope, named):
 def test_rope_of_a_type_without_any_length_is_refused():
     data = hf_config(config_of(decoder_block="llama2", **FAMILIES["llama2"]))
     data |= {"max_position_embeddings": None, "rope_parameters": {"rope_type": "yarn", "factor": 2.0}}
-    assert "without original_max_position_embeddings" in refusal(model_keys, data, "config.json")
+    assert "type yarn requires original_max_position_embeddings" in refusal(model_keys, data, "config.json")
 
 
 def test_many_layers_are_not_counted_out():

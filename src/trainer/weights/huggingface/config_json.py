@@ -117,7 +117,7 @@ def _block_keys(
 
 def _drop_idle(keys: dict[str, Any], hf: HuggingFace) -> None:
     """Removes keys that have no effect given the other keys."""
-    if keys.get("attention_type") == "global" and hf.window == "given":  # `hf.read` may have set "global"
+    if keys.get("attention_type") == "global" and hf.window == "given":  # `read` of `hf` may have set "global"
         keys.pop("sliding_window_size", None)
     if keys.get("query_pre_attn_scalar") == keys.get("head_dim"):
         keys.pop("query_pre_attn_scalar", None)

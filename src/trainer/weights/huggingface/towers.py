@@ -80,7 +80,7 @@ def text_model(
       data: config.json, parsed.
       tensors: all tensors, by name.
       where: the path of config.json.
-      decoder_block: see `config_json.model_keys`.
+      decoder_block: see `huggingface.config_json.model_keys`.
 
     Raises:
       UserError: there is no text model, the declaration does not list its model type, or a field or tensor is unknown.
