@@ -102,7 +102,9 @@ def test_a_slice_of_another_shape_is_another_topology(step, file, origin):
 
 def test_processes_of_cpu_devices_cannot_share_a_step(step, file, origin):
     devices = [SimpleNamespace(platform="cpu", process_index=index) for index in range(2)]
-    with pytest.raises(UserError, match=f"compiled_trainstep_file={file}: a compiled step for CPU devices can run in only one"):
+    with pytest.raises(
+        UserError, match=f"compiled_trainstep_file={file}: a compiled step for CPU devices can run in only one"
+    ):
         executable.load(file, origin, step.run.abstract_args(), devices)
 
 

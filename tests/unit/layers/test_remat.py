@@ -340,7 +340,10 @@ def test_loss_and_gradients_do_not_depend_on_the_policy():
             {"remat_policy": "qkv_proj_offloaded"},
             "=qkv_proj_offloaded: .*no pinned_host.*; choose save_qkv_proj",
         ),
-        ({"remat_policy": "minimal_offloaded"}, "remat_policy=minimal_offloaded: .*they have device.*; choose minimal,"),
+        (
+            {"remat_policy": "minimal_offloaded"},
+            "remat_policy=minimal_offloaded: .*they have device.*; choose minimal,",
+        ),
         ({"remat_policy": "custom", "context": "offload"}, "context=offload: .*; choose device or remat for each"),
         (
             {"remat_policy": "custom", "context": "offload", "decoder_layer_input": "offload"},

@@ -111,7 +111,9 @@ def test_a_tied_model_may_hold_its_head(tmp_path):
     same = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].copy()}
     assert_same(loaded(write_hf(tmp_path / "same", config, same), config), params)
     same["lm_head.weight"][-1, -1] += 1
-    assert "lm_head.weight and model.embed_tokens.weight differ" in refusal(write_hf(tmp_path / "other", config, same), config)
+    assert "lm_head.weight and model.embed_tokens.weight differ" in refusal(
+        write_hf(tmp_path / "other", config, same), config
+    )
     # Shapes are checked first, so another model's tables are not compared.
     path = write_hf(tmp_path / "misshaped", config, same | {"model.norm.weight": np.ones(3, np.float32)})
     assert "model.norm.weight: found [3]" in refusal(path, config)

@@ -194,7 +194,7 @@ def _header(
     written: Sequence[_Written],
     factors: Mapping[str, np.ndarray],
 ) -> Any:
-    """Returns a GGUFWriter (package gguf) with all keys and the metadata of all tensors. `most`: the type of most values."""
+    """Returns a GGUFWriter of package gguf, with all keys and tensor metadata. `most`: the type of most values."""
     gguf = package()
     writer = gguf.GGUFWriter(None, it.name)
     writer.add_type("model")
