@@ -40,8 +40,8 @@ class Variant(NamedTuple):
         return int(self.key_width * width), int(self.value_width * width)
 
     def documents(self) -> tuple[int, ...]:
-        """Returns the values of `most` to test: an argument of `trainer.ops.documents.lengths`, the maximum number of
-        documents in a row, or 0 if documents are not described."""
+        """Returns the values to test for the argument `most` of `trainer.ops.documents.lengths`: the maximum number of
+        documents in a row, or 0 if the kernel gets no description of the documents."""
         if self.segments > 1:
             return (self.segments,) if self.key_width == self.value_width else ()
         return (1,) if self.padding else (0, 1)
@@ -60,7 +60,7 @@ VARIANTS = {
     "unequal widths": Variant(segments=3, key_width=1.5),
     "unequal widths, one document": Variant(key_width=1.5),
 }
-HOW = {0: "nothing", 1: "lengths"}  # by `most`: how documents are described to a kernel; above 1: by offsets
+HOW = {0: "nothing", 1: "lengths"}  # `most` -> what describes the documents to a kernel; above 1: offsets
 
 
 class Sizes(NamedTuple):
@@ -128,8 +128,8 @@ def in_float32(plain: Callable[..., jax.Array], inputs: Sequence[jax.Array]) -> 
 
 
 def beside(op: Callable[..., jax.Array], right: Callable[[], Any], inputs: Sequence[jax.Array], most: float) -> str:
-    """Compares the result and gradients of an op with those that `right` returns, and times the op. Raises Failed if a
-    difference exceeds `most`."""
+    """Compares the result and the gradients of `op` with those that `right` returns, and times `op`. Returns the
+    differences and the times as text. Raises Failed if a difference exceeds `most`."""
     forward, both = jax.jit(op), with_gradients(op)
     (out, grads), (right_out, right_grads) = both(*inputs), right()
     far = [furthest((forward(*inputs), out), (right_out, right_out)), furthest(grads, right_grads)]
@@ -139,8 +139,8 @@ def beside(op: Callable[..., jax.Array], right: Callable[[], Any], inputs: Seque
 
 
 def furthest(found: Any, right: Any) -> float:
-    """Returns the largest difference between corresponding arrays, relative to the largest entry of the array in
-    `right`."""
+    """Returns the largest difference between an array in `found` and its counterpart in `right`, relative to the
+    largest entry of the counterpart."""
     pairs = [[np.asarray(x, np.float32) for x in pair] for pair in zip(found, right, strict=True)]
     return float(np.max([np.max(np.abs(a - b)) / np.max(np.abs(b)) for a, b in pairs]))
 

@@ -92,7 +92,7 @@ def compared(without: float, with_key: float) -> tuple[str, ...]:
 
 
 def rollouts(engine: MaxEngine, weights: Any, prompts: Sequence[list[int]], limits: Sequence[int]) -> list[tuple]:
-    """Returns the generated tokens and their log-probabilities for each prompt."""
+    """Returns a pair for each prompt: the generated tokens, and their log-probabilities."""
     scheduler = Scheduler(engine, weights)
     pairs = enumerate(zip(prompts, limits, strict=True))
     numbers = [scheduler.submit(it, limit=limit, sampling=Sampling(1.0), seed=i) for i, (it, limit) in pairs]

@@ -48,7 +48,7 @@ def timed(act: Callable[[], object]) -> float:
 
 
 def large_state(rounds: int) -> dict[str, list[float]]:
-    """Returns the seconds of each part of saving and restoring, with one entry per round."""
+    """Returns a dict from each part of saving and restoring to the seconds that it takes in each round."""
     key = jax.random.key(0)
     params = {f"kernel_{i}": jax.random.normal(jax.random.fold_in(key, i), (SIDE, SIDE)) for i in range(LEAVES)}
     tree = TrainTree(jnp.zeros((), jnp.int32), jax.block_until_ready(params), (), {})
@@ -70,8 +70,8 @@ def large_state(rounds: int) -> dict[str, list[float]]:
 
 
 def resuming(rounds: int) -> dict[str, list[float]]:
-    """Returns three times in seconds, with one entry per round: from the start of a new run to its first step, from
-    SIGTERM to the exit, and from the start of the resumed run to its first step."""
+    """Returns a dict with lists of seconds: "new" from the start of a new run to its first step, "exit" from SIGTERM to
+    the exit, and "resumed" from the start of the resumed run to its first step."""
     seconds: dict[str, list[float]] = {name: [] for name in ("new", "exit", "resumed")}
     command = [sys.executable, "-m", "trainer.train", "dataset_type=synthetic", "steps=100000", "run_name=x"]
     for _ in range(rounds):

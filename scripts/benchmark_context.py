@@ -42,8 +42,8 @@ TPU = [
     *("per_device_batch_size=0.25", "max_target_length=32768", "remat_policy=full", "attention=flash"),
 ]
 TOKAMAX = ["use_tokamax_splash=true", "use_jax_splash=false"]  # required by MaxText's ring strategies
-# By name of the case: the settings of both programs, and additional settings of MaxText, or None if MaxText's step is
-# not compiled.
+# Maps the name of a case to the settings of both programs, and to MaxText's additional settings (None: MaxText's step
+# is not compiled).
 CASES: dict[str, tuple[list[str], list[str] | None]] = {
     "all_gather": ([f"{STRATEGY}=all_gather"], []),
     "ring": ([f"{STRATEGY}=ring"], TOKAMAX),
@@ -76,8 +76,8 @@ def trainer(settings: list[str]) -> dict[str, Any]:
 
 
 def permutes(text: str) -> Iterator[dict[str, Any]]:
-    """Yields, for each collective-permute in the text of a scheduled module, its bytes and the numbers of operations
-    between its start and its end."""
+    """Yields a dict for each collective-permute in the text of a scheduled module: its computation, its bytes, and the
+    number of operations of each kind between its start and its end."""
     from trainer.aot.hlo import parse
 
     for name, computation in parse(text).computations.items():
@@ -130,7 +130,7 @@ def table(lines: list[dict[str, Any]]) -> None:
 
 
 def sizes(strategy: str, n: int) -> tuple[int, int]:
-    """Returns how many of `n` devices are on the axes context and context_usp_ulysses."""
+    """Returns the sizes of the axes context and context_usp_ulysses on `n` devices."""
     return (n // ULYSSES, ULYSSES) if strategy == "usp" and n > 1 else (n, 1)
 
 
@@ -247,10 +247,11 @@ def work(rows: int = 16) -> None:
     """Prints how many tiles of attention scores the devices compute if they skip the tiles that `trainer.ops.ring`
     skips: for rows with one document, and for packed rows by mean document length.
 
-    Counts are relative to all tiles of a device's queries, and averaged over rows. The table has the mean over devices
-    (computed); the maximum over devices, which determines the time of all_gather (slowest); and the sum over rounds of
-    each round's maximum, which determines the time of a ring (in rounds). The last two are followed by their ratios to
-    the mean, whose largest values in any row are in the column worst row.
+    Counts are relative to all tiles of a device's queries, and averaged over rows. The column "computed" has the mean
+    over devices. "slowest" has the maximum over devices, which determines the time of all_gather. "in rounds" has the
+    sum over rounds of each round's maximum, which determines the time of a ring. "slowest" and "in rounds" are each
+    followed by the ratio to the mean over devices. The two columns under "worst row" have the largest value of each
+    ratio in any row.
     """
     import numpy as np
 
@@ -285,9 +286,10 @@ def documents(rng: Any, length: int, mean: int) -> Any:
 
 
 def tiles(at: Any, segment: Any, n: int, block: int) -> Any:
-    """Returns how many tiles of scores each device computes with the keys of each device, [n, n]. `at` is each token's
-    index in the original order. A tile is computed if it contains a query and a key of the same document, and the
-    document's last query in the tile does not precede the document's first key in the tile."""
+    """Returns how many tiles of scores each device computes with the keys of each device: [device of the queries,
+    device of the keys]. `at` is each token's index in the original order. A tile is computed if it contains a query and
+    a key of the same document, and the document's last query in the tile does not precede the document's first key in
+    the tile."""
     import numpy as np
 
     blocks = len(at) // block

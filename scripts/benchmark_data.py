@@ -34,8 +34,8 @@ CASES = (
 
 
 def write_files(folder: Path, kind: str) -> int:
-    """Writes the corpus as 8 files of a format, or for "text" as one file per document. Returns the corpus's size in
-    bytes."""
+    """Writes the corpus in a format: as 8 files, except for "text", which has one file per document. Returns the
+    corpus's size in bytes."""
     folder.mkdir()
     files = read_files(stdlib_folder())
     for i, file in enumerate(files if kind == "text" else ()):

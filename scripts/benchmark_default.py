@@ -44,7 +44,7 @@ def batch_of(run):
 
 
 def compile_seconds(run) -> tuple[float, float]:
-    """Returns the seconds to trace and lower the step, and to compile it."""
+    """Returns two times in seconds: to trace and lower the step, and to compile it."""
     started = time.perf_counter()
     lowered = run.step.lower(*run.abstract_args())
     traced = time.perf_counter()

@@ -4,8 +4,8 @@
 
 Tables:
   speed: CPU time of prompts and of decode steps, by model, dtype, batch size and sampling method. A ratio is the time
-    of transformers divided by ours. Both programs have the same random weights and prompts. Their greedy tokens are
-    compared up to the first near tie.
+    of transformers divided by ours. Both programs have the same random weights and prompts. The greedy tokens of both
+    are compared up to the first near tie.
   slots: decoded tokens per second of elapsed time with every slot in use, in float32.
   starts: elapsed time of complete `trainer.generate` processes, with an empty and with a filled JAX compilation cache.
 
@@ -88,8 +88,8 @@ def in_turns(programs: dict[Hashable, Callable[[], Any]], repeats: int) -> dict[
 
 
 def generations_in_turns(generations: dict[str, Callable[[int], Any]], repeats: int) -> dict[str, tuple[Cost, Cost]]:
-    """Returns two costs for each name: that of processing the prompts up to their first tokens, and that of one decode
-    step. The result of the first cost contains all generated tokens."""
+    """Returns a dict from each name to a pair of costs: of processing the prompts up to their first tokens, and of one
+    decode step. The field `result` of the first cost contains all generated tokens."""
     counts = list(itertools.product(generations, (1, NEW)))
     costs = in_turns({(name, new): functools.partial(generations[name], new) for name, new in counts}, repeats)
     found = {}
@@ -224,7 +224,7 @@ def print_speed(words: argparse.Namespace, scratch: Path) -> None:
                     cells = itertools.chain(*map(compared, costs[scan], costs[""]))
                     print_row(model, dtype, batch, drawing, scan, *cells, same)
             del engines, weights, programs
-            gc.collect()  # frees the engines with their weights, which are in reference cycles
+            gc.collect()  # reference cycles keep the engines and their weights alive
 
 
 def compared(cost: Cost, other: Cost) -> tuple[str, ...]:

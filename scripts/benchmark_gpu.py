@@ -6,8 +6,8 @@
 Prints a row for each case, and writes all results so far to `--output` after each case. A case starts only if the
 longest case so far would fit into the remaining time; the first case is assumed to take FIRST seconds. A case that is
 still running when the time is over is stopped. MFU is defined as in scripts/check_accelerator.py: the rate of the
-model's operations, relative to the published dense bfloat16 peak, even with `quantization`. Each row is one document,
-so that the counted operations equal the executed ones.
+model's operations, relative to the published dense bfloat16 peak, even with `quantization`. Each row of a batch is one
+document, so that the counted operations equal the executed ones.
 
 `scripts/compile_gpu.py benchmark` compiles the same cases on a machine without a GPU; docs/benchmarks/gpu.md has
 results.

@@ -1,4 +1,4 @@
-"""Trains a small model to add numbers with GRPO, with and without batch_invariant, and prints a Markdown table.
+"""Uses GRPO to train a small model to add numbers, with and without batch_invariant, and prints a Markdown table.
 
     python scripts/benchmark_grpo.py FOLDER                 train the missing runs, print the table
     python scripts/benchmark_grpo.py FOLDER --plot X.svg    the same, and draw the curves (needs matplotlib)
@@ -69,8 +69,8 @@ GRPO = {
 }
 KINDS: dict[str, dict[str, Any]] = {
     "default": {},
-    # With batch_invariant, each row holds one sequence and has at least 128 tokens. The few rounds suffice to measure
-    # the differences of log-probabilities and the time, but not the learning.
+    # With batch_invariant, each row holds one sequence and has at least 128 tokens. These runs have few rounds: enough
+    # to measure the differences of log-probabilities and the time of a round, but not what the model learns.
     "batch_invariant": {
         "batch_invariant": "true",
         "max_target_length": 128,

@@ -27,7 +27,7 @@ from typing import Any
 from benchmark_serve import cpu_of, is_ready
 
 PROMPT, NEW = 32, 17
-FORMS = {"float32": "float32", "bfloat16": "bfloat16", "int8": "q8_0"}  # by number format: llama.cpp's name for it
+FORMS = {"float32": "float32", "bfloat16": "bfloat16", "int8": "q8_0"}  # format -> llama.cpp's name of the format
 HALF = ["dtype=bfloat16", "weight_dtype=bfloat16"]
 PORT, CLIENTS, ANSWER = 8073, (1, 4), 32
 # Each line of the child's stdin is a number of tokens to generate. The child answers with elapsed and CPU seconds.
@@ -120,7 +120,7 @@ class Program:
         self.process = subprocess.Popen(["taskset", "-c", cores, *argv], text=True, **pipes)
 
     def answer(self) -> list[float]:
-        """Returns the next answer: elapsed and CPU seconds, or [] once the model is loaded."""
+        """Returns the next answer: elapsed and CPU seconds. The first answer is [], once the model is loaded."""
         assert self.process.stdout
         line = self.process.stdout.readline()
         if not line:

@@ -2,7 +2,7 @@
 
     python scripts/benchmark_lora_step.py [--steps N] [key=value ...]
 
-Full training and the kinds of adapters run in turns, step by step, on the same synthetic rows.
+Full training and training with each kind of adapter run in turns, step by step, on the same synthetic rows.
 """
 
 import statistics

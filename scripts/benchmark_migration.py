@@ -27,7 +27,7 @@ from trainer.training.batches import placed
 from trainer.training.build import build
 
 ROUNDS, STEPS = 10, 10
-SUBLAYERS = 84  # x (kernel, bias) x (parameter, two moments) = 504 leaves, besides embedding, norm, head and counts
+SUBLAYERS = 84  # x 2 (kernel, bias) x 3 (parameter, two moments) = 504 leaves, plus embedding, norm, head and counts
 HOST = {
     "decoder_block": "scripts.benchmark_migration:Distinct",
     "remat_policy": "none",
@@ -75,8 +75,8 @@ class Measured:
         self.apart: list[float] = []
 
     def steps(self) -> None:
-        """Times a few steps that are called with leaves. Also times flattening and unflattening the state, which would
-        be needed in addition if each call took the native state."""
+        """Times a few steps that are called with the leaves of the state. Also times flattening and unflattening the
+        state, which each call would need in addition if it took the native state."""
         for _ in range(STEPS):
             started = time.perf_counter()
             self.leaves, metrics = self.compiled(self.leaves, self.batch, ())

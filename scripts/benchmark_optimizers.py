@@ -4,7 +4,8 @@
 
 The tables:
 - bytes of optimizer state per parameter on 8 simulated devices, with and without Zero-1
-- CPU time (also relative to AdamW's) and FLOPs of an update of the default model, timed alternately in one process
+- CPU time (also relative to AdamW's) and FLOPs of an update of the default model; one process times the optimizers
+  alternately
 - collectives of Muon's update with Zero-1 and with fsdp
 """
 
@@ -45,7 +46,8 @@ def built(devices: int, **keys):
 
 
 def update(run):
-    """Returns the compiled update of a run's optimizer, over the canonical state."""
+    """Returns the compiled update of a run's optimizer, a function (gradients, optimizer state, parameters) ->
+    (parameters, optimizer state) on canonical trees."""
     tree = run.codec.unpack(run.abstract_args()[0])
 
     def apply(grads, opt_state, params):

@@ -31,7 +31,7 @@ FIVE = [*STAGES, "num_layers_per_pipeline_stage=5"]
 SIXTEEN = [*STAGES, "base_num_decoder_layers=16", "override_model_config=true"]
 ALL = [*STAGES, "num_layers_per_pipeline_stage=40", "scan_layers_per_stage=true"]
 OF_LAYERS = ["set_remat_policy_on_pipeline_iterations=false", "set_remat_policy_on_layers_per_stage=true"]
-# By name of the case: whether MaxText supports it, and its settings.
+# Maps the name of a case to whether MaxText supports the case, and to the case's settings.
 CASES: dict[str, tuple[bool, list[str]]] = {
     "fsdp over both slices": (False, ["dcn_fsdp_parallelism=2"]),
     "data over the slices": (False, ["dcn_data_parallelism=2"]),
@@ -155,7 +155,7 @@ def compile_times() -> None:
 
 
 def times(steps: int) -> None:
-    """Times the steps of WAYS in turns, and prints the times, also relative to data parallelism."""
+    """Times the steps of WAYS in turns, and prints the times in seconds and relative to data parallelism."""
     import jax
     from benchmark_default import batch_of
 

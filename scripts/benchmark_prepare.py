@@ -1,9 +1,9 @@
 """Times trainer.prepare with different numbers of processes: `python scripts/benchmark_prepare.py [--mb 64]`.
 
-The data are the sources of Python's standard library as JSONL, repeated until they have the given size. The cases are
-one part, which one process tokenizes with all cores, and several parts in one, two and three processes. If the extra
-`beam` is installed, Beam's local runner is measured, too. The cases run in turns, and each figure is the best of the
-rounds. CPU time includes all processes.
+The data are the sources of Python's standard library as JSONL, repeated until they have the given size. In the first
+case, the data are one part, which one process tokenizes with all cores. In the others, the data are several parts,
+which one, two or three processes tokenize. If the extra `beam` is installed, Beam's local runner is measured, too. The
+cases run in turns, and each figure is the best of the rounds. CPU time includes all processes.
 """
 
 import argparse

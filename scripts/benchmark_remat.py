@@ -1,4 +1,4 @@
-"""Compares the temporaries that each remat_policy adds to a compiled step with trainer.aot.recomputed's estimate.
+"""Compares the estimate of trainer.aot.recomputed with the temporaries that each remat_policy adds to a compiled step.
 
 python scripts/benchmark_remat.py compile_topology=v5e-1 key=value ...
 """

@@ -33,8 +33,8 @@ WORDS = [
     *("learning_rate_schedule_steps=1000000", "eval_interval=-1", "prompt=", "checkpoint_period=25", "run_name=run"),
 ]
 SUPERVISED = ["supervise=true", "hang_timeout_seconds=5"]
-# By name of the fault: the index of the process, the signal that it gets, and additional arguments. If the signal is
-# None, the code in HANGS makes the process hang.
+# Maps the name of a fault to the index of the process, the signal that the process gets, and additional arguments of
+# the run. If the signal is None, the code in HANGS makes the process hang.
 WAYS = {
     "kill -9 of process 1": (1, signal.SIGKILL, []),
     "kill -9 of process 0": (0, signal.SIGKILL, []),
@@ -43,7 +43,8 @@ WAYS = {
     "hang, supervised": (1, None, SUPERVISED),
 }
 BLOW = 60  # the step at which the fault strikes
-# A sitecustomize.py that makes process 1 hang after it has noted the step BLOW, but only in the first start.
+# A sitecustomize.py that makes process 1 hang once its timeline has recorded step BLOW, but only at the run's first
+# start.
 HANGS = f"""
 import os, sys, time
 if "process_id=1" in sys.orig_argv:
@@ -82,8 +83,8 @@ def main() -> None:
 
 
 def one(way: str, folder: Path) -> tuple[dict[str, float], str]:
-    """Returns the seconds from the fault to each event, by name, and the launcher's line about the process that
-    failed."""
+    """Returns a dict from the name of each event to the seconds since the fault, and the launcher's line about the
+    process that failed."""
     index, number, words = WAYS[way]
     if number is None:
         (folder / "sitecustomize.py").write_text(HANGS)
@@ -171,7 +172,7 @@ def _log(folder: Path) -> Path:
 
 
 def _steps(folder: Path) -> int:
-    """Returns the last step in the log; 0 before step 1."""
+    """Returns the last completed step in the log; 0 if there is none."""
     return int((re.findall(r"completed step: (\d+),", _log(folder).read_text()) or [0])[-1])
 
 

@@ -83,8 +83,8 @@ def logits_of(path: Path) -> Any:
 
 
 def measured(run: Path, ways: dict[str, Path], rows: int) -> dict[str, tuple[float, float]]:
-    """Returns the (loss, divergence) of each model in `ways`, and under the key "" those of the float model in
-    `run`."""
+    """Returns a dict from the name of each model in `ways`, and from "" for the float model in `run`, to the (loss,
+    divergence) of the model."""
     models = {name: logits_of(path) for name, path in {"": run, **ways}.items()}
     losses, divergences, tokens = dict.fromkeys(models, 0.0), dict.fromkeys(models, 0.0), 0
     for batch in batches(run, rows):

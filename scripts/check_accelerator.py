@@ -114,8 +114,8 @@ def batch_of(run: Run, step: int) -> Any:
 
 
 def trained(run: Run, step: Any) -> tuple[Any, dict[str, bytes]]:
-    """Runs a compiled step STEPS times. Returns the canonical train state, and the bytes of its leaves and of the
-    metrics of all steps, by name."""
+    """Runs a compiled step STEPS times. Returns the canonical train state, and a dict from the name of each leaf of the
+    state and of each step's metrics to the leaf's bytes."""
     leaves, bits = jax.tree.leaves(run.init()), {}
     for i in range(STEPS):
         leaves, metrics = step(leaves, batch_of(run, i), run.frozen.make())
@@ -125,12 +125,13 @@ def trained(run: Run, step: Any) -> tuple[Any, dict[str, bytes]]:
 
 
 def bits_of(tree: Any) -> dict[str, bytes]:
-    """Returns the bytes of each leaf by path."""
+    """Returns a dict from the path of each leaf to the leaf's bytes."""
     return {name: np.asarray(leaf).tobytes() for name, leaf in by_name(tree).items()}
 
 
 def same(found: dict[str, bytes], right: dict[str, bytes]) -> str:
-    """Returns the number of equal arrays, in words. If the bits of any array differ, raises Failed with the first."""
+    """Returns the number of equal arrays, in words. If the bits of any array differ, raises Failed with the name of the
+    first such array."""
     if differing := [name for name in {**right, **found} if found.get(name) != right.get(name)]:
         raise Failed(f"{len(differing)} of {len(right)} arrays differ, the first is {differing[0]}")
     return f"equal bits in {len(right)} arrays"
@@ -173,7 +174,8 @@ def states(sizes: Sizes, devices: Sequence[jax.Device]) -> Checks:
 
 
 def passed(run: Run, tree: Any, other: Run, folder: Path) -> Any:
-    """Saves the train state `tree` of `run` in `folder`, and returns it as restored on the devices of `other`."""
+    """Saves the train state `tree` of `run` in `folder`, restores it on the devices of `other`, and returns the
+    restored state."""
     with CheckpointManager(folder, run.config, print) as manager:
         manager.save(STEPS, tree, Sidecar("", 0, "", {}), {})
     inspect(manager.path(STEPS))

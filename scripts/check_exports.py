@@ -87,7 +87,7 @@ def cases() -> dict[str, dict[str, object]]:
         keys |= {"base_num_decoder_layers": 7} if preset.sliding_window_size else {}
         keys |= {"query_pre_attn_scalar": 9} if preset.query_pre_attn_scalar else {}
         found[name] = keys
-        # The further cases of an architecture use its first preset.
+        # FURTHER is applied once to each architecture: to the first preset that has it.
         kind = hugging_face(configured(keys)).model_type
         found |= {f"{kind}: {what}": keys | more for what, more in FURTHER.items() if f"{kind}: {what}" not in found}
     return found
@@ -112,8 +112,8 @@ def random_weights(model: object) -> dict[str, np.ndarray]:
 
 
 def difference(keys: dict[str, object], folder: Path) -> float:
-    """Exports a random model with `keys` below `folder`. Returns the largest difference between our logits and those of
-    transformers, relative to the largest logit."""
+    """Exports a random model with the configuration keys `keys` to a folder within `folder`. Returns the largest
+    difference between our logits and those of transformers, relative to the largest logit."""
     config = configured(keys)
     model = make_model(config)
     weights = random_weights(model)

@@ -2,7 +2,7 @@
 
 Each of these search spaces has at least 60 points, which are configurations of a tiny model. The plan runs without a
 limit on compilations; then every point that it did not compile is compiled, too. No point that fits may be better than
-the plan's winner, whether the plan compiled the point or excluded it by its bounds. The memory of some points must
+the plan's winner, whether the plan compiled the point or its bounds excluded the point. The memory of some points must
 equal that of a separate train_compile. Results are kept in FOLDER/SPACE.jsonl, so the script can be interrupted. It
 needs libtpu, and takes some minutes per space.
 """
@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-os.environ["JAX_PLATFORMS"] = "cpu"  # the platform of this process, which compiles for others
+os.environ["JAX_PLATFORMS"] = "cpu"  # the platform of this process, which compiles for other platforms
 
 from trainer.aot.topologies import devices_of, topology_of
 from trainer.config.errors import UserError
@@ -43,7 +43,8 @@ QUICKLY = {"exec_time_optimization_effort": -1.0}
 
 
 class Question(NamedTuple):
-    """A planning problem: key=value arguments, and the other keys to search, each with its values."""
+    """A planning problem: key=value arguments that apply to every point, and the keys to search, each with its
+    values."""
 
     words: Sequence[str]
     search: Mapping[str, Sequence[Any]]
@@ -143,8 +144,8 @@ def _check(name: str, question: Question, folder: Path) -> int:
 def _row(
     search: Search, config: Config, journal: Journal, point: Mapping[str, Any]
 ) -> tuple[str, int, Mapping[str, Any]]:
-    """Returns the outcome of a point, its tokens per update, and its row of the journal. The row is empty if the point
-    is refused."""
+    """Returns the outcome of a point, its tokens per update, and its row of the journal. Compiles the point if the
+    journal has no row for it. The row is empty if the point is refused."""
     tokens = search.tokens(point)
     try:
         key = search.key(point)
@@ -169,7 +170,8 @@ def _other_memory(config: Config, search: Search) -> list[str]:
 
 
 def _compile_here(config: Config, options: Mapping[str, Any] = QUICKLY) -> dict[str, Any]:
-    """Compiles in this process, which is faster than in the new process that `Compiler` starts."""
+    """Compiles a point and returns its row for the journal. Compiling in this process is faster than with `Compiler`,
+    which starts a new process for each point."""
     began, row = time.monotonic(), {"memory": 0, "again": False}
     try:
         report = compile_for_topology(config, options).report

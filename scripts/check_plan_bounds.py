@@ -3,10 +3,10 @@
     python scripts/check_plan_bounds.py --points 300 --seed 0 --topology cpu-8 [--topology v5e-4 ...] [--results FILE]
 
 A point is a preset with small sizes and random settings. Each bound must be at most the figure of the compiled step,
-and the bounds must not refuse a point that compiles. trainer.aot.chips has no CPU. For CPU devices, the estimate
-therefore counts only compute or only memory traffic, chosen at random, so that both parts of the bound `seconds` are
-compared. Prints a line for each violation, then the median and maximum of bound / figure. The exit code is 1 if there
-are violations.
+and the bounds must not refuse a point that compiles. trainer.aot.chips has no figures of a CPU. For CPU devices, the
+script therefore assumes a chip on which only compute or only memory traffic takes time, chosen at random, so that both
+parts of the bound `seconds` are compared. Prints a line for each violation, then the median and maximum of bound /
+figure. The exit code is 1 if there are violations.
 
 FILE (JSON lines) keeps the results, so that the same command continues after an interruption. Compiling a step takes 5
 to 30 s of CPU time for cpu-8 and 30 to 200 s for v5e-4; the models in LARGE take minutes.
@@ -46,7 +46,7 @@ SIZES = {
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 64}
 LATENT = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32}
 RECURRENT = {"gdn_num_key_heads": 4, "gdn_num_value_heads": 4, "gdn_key_head_dim": 32, "gdn_value_head_dim": 32}
-# Presets, each with the sizes that it needs in addition to SIZES or instead of them.
+# Maps each preset to sizes that are added to SIZES or override them.
 MODELS: dict[str, dict[str, Any]] = {
     "default": {},
     "llama2-7b": {},
@@ -189,8 +189,8 @@ class Checker:
 
 
 def _chip_of_cpu(config: Any) -> Any:
-    """Returns a chip for simulated CPU devices on which only compute or only memory traffic takes time. Returns None
-    for other topologies."""
+    """If the topology consists of simulated CPU devices, returns a chip on which only compute or only memory traffic
+    takes time; otherwise None."""
     from trainer.aot.chips import CHIPS
 
     if not config.compile_topology.startswith("cpu"):

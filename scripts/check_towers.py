@@ -7,8 +7,8 @@ Tensors have the names that published folders use, or the names of the modules o
 random model, which is exported once without training, and once after three training steps. The checks, in float32 on
 the CPU:
 
-- The tensors of the vision towers are bit-identical in both exports.
-- Without training, all tensors are bit-identical, and so are the logits of a row with an image.
+- In both exports, the tensors of the vision towers are bit-identical to the original.
+- Without training, all tensors are bit-identical to the original, and so are the logits of a row with an image.
 - The logits of a text agree with ours within TOLERANCE, both without and after training.
 """
 
@@ -47,7 +47,7 @@ NAMES = {"language_model.model.": "model.language_model.", "language_model.lm_he
 
 
 def gemma3() -> tuple[Any, dict[str, Any]]:
-    """Returns a model, and a row with an image in place of the four tokens 61."""
+    """Returns a model, and a row in which an image replaces the four tokens 61."""
     text = transformers.Gemma3TextConfig(**TEXT, sliding_window=5, query_pre_attn_scalar=9)
     config = transformers.Gemma3Config(
         text_config=text.to_dict(),
@@ -63,7 +63,7 @@ def gemma3() -> tuple[Any, dict[str, Any]]:
 
 
 def mistral3(text: Any = None, tied: bool = False) -> tuple[Any, dict[str, Any]]:
-    """Returns a model, and a row with an image of 4 x 4 patches; each 2 x 2 patches become a token. `text`: the
+    """Returns a model, and a row with an image of 4 x 4 patches; every 2 x 2 patches become one token. `text`: the
     configuration of the text model; None: that of Mistral."""
     text = text or transformers.MistralConfig(**TEXT, sliding_window=None)
     config = transformers.Mistral3Config(
@@ -83,7 +83,7 @@ def ministral3() -> tuple[Any, dict[str, Any]]:
 
 
 def llama4() -> tuple[Any, dict[str, Any]]:
-    """Returns a model, and a row with an image of 4 x 4 patches; each 2 x 2 patches become a token. The chunks of
+    """Returns a model, and a row with an image of 4 x 4 patches; every 2 x 2 patches become one token. The chunks of
     chunked attention are shorter than the row."""
     text = transformers.Llama4TextConfig(**TEXT, intermediate_size_mlp=25, num_local_experts=3, attention_chunk_size=5)
     text.interleave_moe_layer_step, text.moe_layers = 1, list(range(TEXT["num_hidden_layers"]))
@@ -104,8 +104,8 @@ def llama4() -> tuple[Any, dict[str, Any]]:
 
 
 def qwen3_5(kind: str = "", **text: Any) -> tuple[Any, dict[str, Any]]:
-    """Returns a model, and a row with an image of 4 x 4 patches; each 2 x 2 patches become a token. `kind`: "Moe" for
-    the classes with experts. `text`: further fields of the text model's configuration."""
+    """Returns a model, and a row with an image of 4 x 4 patches; every 2 x 2 patches become one token. `kind`: "Moe"
+    for the classes with experts. `text`: further fields of the text model's configuration."""
     size = {**TEXT, "hidden_size": 32, "num_hidden_layers": 4, "head_dim": 16, "linear_num_key_heads": 2}
     size |= {"linear_num_value_heads": 6, "linear_key_head_dim": 8, "linear_value_head_dim": 6}
     size |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [2, 1, 1]}}
@@ -135,8 +135,8 @@ def pixels() -> torch.Tensor:
 
 
 def saved(model: Any, folder: Path, as_modules: bool) -> None:
-    """Gives the model random weights and saves it. Tensors have the names of its modules if `as_modules`, otherwise
-    those that transformers chooses."""
+    """Gives the model random weights and saves it. If `as_modules`, tensors have the names of the model's modules,
+    otherwise the names under which transformers saves them."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -153,7 +153,7 @@ def saved(model: Any, folder: Path, as_modules: bool) -> None:
 
 
 def theirs(model: Any, folder: Path, row: dict[str, Any]) -> np.ndarray:
-    """Returns the logits of transformers for a model in `folder`."""
+    """Returns the logits that transformers computes for `row` with the weights in `folder`."""
     found, report = type(model).from_pretrained(
         folder, output_loading_info=True, dtype=torch.float32, attn_implementation="eager"
     )
@@ -177,8 +177,8 @@ def ours(folder: Path, tokens: np.ndarray) -> np.ndarray:
 
 
 def check(make: Any, folder: Path, as_modules: bool) -> list[float]:
-    """Checks one case. Returns the largest differences of the logits of a text, without and after training, relative to
-    the largest logit.
+    """Checks one case. Returns two numbers: the largest difference between our logits of a text and those of
+    transformers, without and after training, relative to the largest logit.
 
     Raises:
       ValueError: tensors or logits that must be equal are not.
@@ -211,7 +211,7 @@ def check(make: Any, folder: Path, as_modules: bool) -> list[float]:
 
 
 def main() -> int:
-    """Checks all cases."""
+    """Checks the cases that the command line names, or every case. Returns the exit code."""
     transformers.utils.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()
     print(f"transformers {transformers.__version__}, torch {torch.__version__}, jax {jax.__version__}")
@@ -219,7 +219,7 @@ def main() -> int:
     for name, make in CASES.items():
         if name not in (sys.argv[1:] or CASES):
             continue
-        # The modules of Llama 4 and Qwen 3.5 have the published names.
+        # For Llama 4 and Qwen 3.5, the names of the modules are the published names, so one check suffices.
         for as_modules in (False,) if name.startswith(("llama4", "qwen")) else (False, True):
             with tempfile.TemporaryDirectory() as folder:
                 found = check(make, Path(folder), as_modules)

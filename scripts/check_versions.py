@@ -87,14 +87,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def first_python() -> Path | None:
-    """Returns the oldest working Python from 3.12 on that the path or pyenv contains; None if there is none. The oldest
-    is chosen because wheels may be missing for newer versions."""
+    """Returns the oldest working Python from 3.12 on that is in PATH or that pyenv has installed; None if there is
+    none. The oldest is chosen because wheels may be missing for newer versions."""
     pyenv = (Path.home() / ".pyenv" / "versions").glob("3.*/bin/python")
     found = [(int(path.parts[-3].split(".")[1]), path) for path in pyenv]
     on_path = {minor: shutil.which(f"python3.{minor}") for minor in range(12, 20)}
     found += [(minor, Path(path)) for minor, path in on_path.items() if path]
     for minor, path in sorted(found):
-        # The path may contain a pyenv shim that does not work.
+        # PATH may contain a pyenv shim that does not work.
         if minor >= 12 and not subprocess.run([path, "-c", "import venv, ssl"], capture_output=True).returncode:
             return path
     return None

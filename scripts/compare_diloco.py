@@ -78,8 +78,8 @@ def sent(kind: str) -> tuple[float, float]:
     if not run.config.enable_diloco:
         total = sum(it.bytes for it in found if "data" in it.axes)
         return total, total
-    # Each conditional of the step synchronizes one fragment, and sends little besides the fragment's parameters. So its
-    # bytes are proportional to the fragment's size.
+    # Each conditional of the step synchronizes one fragment, and sends little besides the fragment's parameters. So the
+    # bytes that a conditional sends are proportional to the size of its fragment.
     total = sum(it.bytes for it in found if "diloco" in it.axes)
     params = run.codec.unpack(run.abstract_args()[0]).params
     sizes = [_numbers(jax.eval_shape(part.part, params)) for part in fragments(run.config)]

@@ -40,7 +40,8 @@ from trainer.weights.open import open_source, weights_of
 LENGTH = 512
 SOME = 128  # tokens whose logits are compared
 BLOCK = 32  # values that share a scale, in Q8_0 and in rounded activations
-# Writes the losses of all tokens, and the logits of the first tokens. Queries, keys and values are float32.
+# A program that runs llama.cpp and writes the losses of all tokens and the logits of the first `some` tokens. Queries,
+# keys and values are float32.
 LLAMA_CPP = """
 import json, sys
 import numpy as np
@@ -71,7 +72,7 @@ np.savez(sys.argv[2], losses=losses, logits=first)
 
 
 def of_llama_cpp(python: str, file: Path, rows: list[list[int]], out: Path) -> dict[str, np.ndarray]:
-    """Runs llama.cpp. Returns the `losses` of all tokens, and the `logits` of the first SOME tokens."""
+    """Runs llama.cpp. Returns a dict with "losses", of all tokens, and "logits", of the first SOME tokens."""
     data = json.dumps([rows, SOME])
     subprocess.run([python, "-c", LLAMA_CPP, str(file), str(out)], input=data, text=True, check=True)
     with np.load(out) as found:
@@ -106,8 +107,8 @@ class Rounding:
     """The Llama model of a GGUF file in NumPy, with or without llama.cpp's rounding of activations.
 
     Each block of 32 activations is rounded to integers times a float16 scale (Q8_0). Weights in Q4_1 are integers times
-    a scale, plus a minimum. In a product, the minimum is multiplied by the sum of the block's rounded activations,
-    which llama.cpp rounds to float16 (Q8_1).
+    a scale, plus a minimum. In a product, the minimum is multiplied by the sum of the block's rounded activations;
+    llama.cpp rounds this sum to float16 (Q8_1).
     """
 
     def __init__(self, file: Path):

@@ -6,10 +6,11 @@
     python scripts/compare_lm_eval.py --write FOLDER
 
 The second command needs torch, transformers and lm-eval. For each task it prints the number of requests, the largest
-difference of log-likelihoods, the number of equal answers (for log-likelihoods: of requests for which both agree
-whether the continuation is the greedy one), and the CPU time of lm-eval's model. With --bos, the tokenizer of lm-eval's
-model adds the bos token to texts. The third command writes tasks of English text: next.yml (100 questions with two
-choices), rolling.yml (6 texts) and answers.yml (6 texts to continue). docs/benchmarks/evaluation.md has results.
+difference of log-likelihoods, the number of equal answers (for log-likelihoods: the number of requests for which both
+programs agree whether the continuation is the greedy one), and the CPU time of lm-eval's model. With --bos, the
+tokenizer of lm-eval's model adds the bos token to texts. The third command writes tasks of English text: next.yml (100
+questions with two choices), rolling.yml (6 texts) and answers.yml (6 texts to continue). docs/benchmarks/evaluation.md
+has results.
 """
 
 import argparse

@@ -1,14 +1,14 @@
-"""Trains the default model with AdamW, Muon and Lion; compares the steps and time until they reach an evaluation loss.
+"""Trains the default model with AdamW, Muon and Lion; compares the steps and the time to reach an evaluation loss.
 
     python scripts/compare_optimizers.py FOLDER                 train, measure the time of a step, print the tables
     python scripts/compare_optimizers.py FOLDER --plot X.svg    the same, and draw the curves (needs matplotlib)
 
 All optimizers are tuned in the same way. First, RATES learning rates, a factor of 2 apart, are tried in runs of
-TUNING_STEPS steps with seed 0; while the best rate is the lowest or highest so far, the next rate is tried, too. Then
-come runs of STEPS steps with the best rate and each of SEEDS. A seed determines both the initial parameters and the
-order of the rows. The learning rate schedule is as long as the run. Each run has its own folder, and a complete run is
-not repeated. The time of a step is a ratio of CPU seconds of programs that are timed alternately, so that other work on
-the machine hardly affects it.
+TUNING_STEPS steps with seed 0; while the best rate is the lowest or the highest of the rates tried so far, the next
+rate beyond it is tried, too. Then come runs of STEPS steps with the best rate and each of SEEDS. A seed determines both
+the initial parameters and the order of the rows. The learning rate schedule is as long as the run. Each run has its own
+folder, and a complete run is not repeated. The time of a step is a ratio of CPU seconds of programs that are timed
+alternately, so that other work on the machine hardly affects it.
 """
 
 import argparse
@@ -30,12 +30,12 @@ from trainer import train
 
 STEPS, TUNING_STEPS = 260, 100
 EVAL_INTERVAL = 52  # steps; evaluations use all held-out rows
-REFERENCES = (156, 208, 260)  # the table shows when others reach the losses that AdamW has after these steps
+REFERENCES = (156, 208, 260)  # numbers of steps; the table shows when others reach AdamW's loss after each
 RATES, SEEDS = 4, (0, 1, 2)
 ROUNDS, TIMED_STEPS = 12, 4
-# By optimizer: the lowest learning rate to try, and the settings that make the rates of optimizers comparable: Lion
-# uses a tenth of AdamW's rates and ten times its weight decay (as its paper advises); Muon uses AdamW's weight decay
-# and update size.
+# Maps an optimizer to the lowest of its first learning rates, and to the settings that make the rates of optimizers
+# comparable: Lion uses a tenth of AdamW's rates and ten times its weight decay (as its paper advises); Muon uses
+# AdamW's weight decay and update size.
 OPTIMIZERS = {
     "adamw": (3e-3, {}),
     "muon": (3e-3, {"muon_consistent_rms": 0.2, "muon_weight_decay": 0.1}),
@@ -69,7 +69,8 @@ def _points(metrics: Path) -> list[tuple[int, float]]:
 
 
 def tune(folder: Path, name: str) -> dict[float, float]:
-    """Returns the last evaluation loss by learning rate. The best rate is neither the lowest nor the highest."""
+    """Returns a dict from learning rate to last evaluation loss. The best rate is neither the lowest nor the
+    highest."""
     lowest = OPTIMIZERS[name][0]
     losses: dict[float, float] = {}
     wanted = [lowest * 2**i for i in range(RATES)]
@@ -91,7 +92,7 @@ def steps_to(points: list[tuple[int, float]], loss: float) -> float:
 
 
 def step_ratios(rates: dict[str, float]) -> dict[str, list[float]]:
-    """Returns the CPU seconds of a whole training step relative to AdamW's, in each round."""
+    """Returns a dict from optimizer to the CPU seconds of a whole training step in each round, relative to AdamW's."""
     runs = {name: built(opt_type=name, learning_rate=rates[name], **keys) for name, (_, keys) in OPTIMIZERS.items()}
     steps = {name: run.compile() for name, run in runs.items()}
     states = {name: run.init() for name, run in runs.items()}

@@ -8,9 +8,9 @@ options of tests/compiler.py. Changed bits are reported, and are an error unless
 that names the configuration. The base is `--base`; by default, it is the commit where this branch left origin/main, or
 else the first parent of HEAD.
 
-tests/goldens/programs.json contains the facts of each configuration that do not depend on the machine: names and shapes
-of the state, FLOPs, and bytes. A difference from this file is an error; with `--write`, the script rewrites the file
-instead. FLOPs and bytes are compared only with the version of JAX that the file names.
+tests/goldens/programs.json contains, for each configuration, the results that do not depend on the machine: names and
+shapes of the state, FLOPs, and bytes. A difference from this file is an error; with `--write`, the script rewrites the
+file instead. FLOPs and bytes are compared only with the version of JAX that the file names.
 """
 
 import argparse
@@ -89,9 +89,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def compare(tree: Path | None, names: Sequence[str], scratch: Path) -> dict[str, tuple[int, str]]:
-    """Records the results of the cases with the base in `tree`; then, in this checkout, compares the results with those
-    records and records the results, too. Returns the exit code and the last line of each comparison. The code is -1 if
-    the base cannot record the case."""
+    """Records the results of the cases `names` with the base in `tree`. Then, in this checkout, compares the results
+    with the base's records, and records this checkout's results, too. Returns a dict from the name of a case to the
+    exit code and the last line of its comparison. The code is -1 if the base cannot record the case."""
     paths = {name: scratch / f"{name}.safetensors" for name in names}
     here = [("base.yml", *CASES[name], f"record={scratch / name}.head.safetensors") for name in names]
     said: dict[str, tuple[int, str]] = {}

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-os.environ["JAX_PLATFORMS"] = "cpu"  # the platform of this process, which compiles for another
+os.environ["JAX_PLATFORMS"] = "cpu"  # the platform of this process, which compiles for another platform
 
 import jax
 import jax.numpy as jnp
@@ -124,8 +124,8 @@ def steps(devices: Sequence[Any], words: Sequence[str]) -> Iterator[tuple[str, .
 
 
 def benchmark(devices: Sequence[Any], cases: Sequence[Case]) -> Iterator[tuple[str, ...]]:
-    """Yields the rows of the table of the benchmark's cases. The column `together` includes the share of the GPU's
-    memory."""
+    """Yields the rows of the table of the benchmark's cases. The column `together` has the sum of arguments and
+    temporaries, in GB and as a share of the GPU's memory."""
     memory = CHIPS["h200"].hbm_bytes
     yield "case", "rows", "remat_policy", "kernels", "arguments, GB", "temporaries, GB", "together", "products"
     yield ("---",) * 8

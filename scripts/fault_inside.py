@@ -3,7 +3,8 @@
 The environment variable FAULTS is a JSON object:
   folder  the folder for these files: struck-N is created when fault N strikes, and contains the path of the damaged
           file or the id of the hanging process; half-committed is created if a committed checkpoint is damaged;
-          counts-PROCESS.json has the number of calls by moment; samples has a line for each row that was trained on
+          counts-PROCESS.json maps each moment to the number of its calls; samples has a line for each row that was
+          trained on
   run     the run's folder
   volume  a small file system that contains the run, and that the fault "full disk" fills; "": the fault is simulated
   faults  a list of objects: kind, moment, process (null: any), call (which call of the moment's function, from 1),
@@ -32,8 +33,8 @@ from pathlib import Path
 from typing import Any
 
 ANY_TIME, COMMIT = "any time", "commit"
-# By moment: the function whose call is the moment. COMMIT is the end of the call. ANY_TIME is not listed, because it
-# has no function; its delay counts from the start of the process.
+# Maps a moment to the function whose call is the moment; for COMMIT, the moment is the end of the call. ANY_TIME is not
+# listed, because it has no function: its delay counts from the start of the process.
 MOMENTS = {
     "preparation of data": "trainer.data.parts:write",
     "verification": "trainer.checkpoint.manager:verify",
@@ -54,16 +55,16 @@ MOMENTS = {
 HANG = "hang"  # an endless wait, within the moment's function
 SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
 FULL, BALLAST = "full disk", "ballast"
-# By moment: the maximum bytes per file after a simulated full disk has struck at this moment. The operating system
-# enforces this limit, so that writes of C++ threads fail, too. At other moments, the moment's function raises ENOSPC
-# once.
+# Maps a moment to the maximum bytes per file after a simulated full disk has struck at this moment. The operating
+# system enforces this limit, so that writes of C++ threads fail, too. At other moments, the moment's function raises
+# ENOSPC once.
 LIMITED = {"save": 4096, "row of metrics": 0}
 DAMAGES = ("truncated", "removed")
 
 
 def install() -> None:
-    """Prepares the faults of this process if the launcher has started the process. The faults are armed only after the
-    process has read its command line."""
+    """If scripts/launch_local.py has started this process, prepares its faults. They are armed only after the process
+    has read its command line."""
     index = next((word.partition("=")[2] for word in sys.orig_argv if word.startswith("process_id=")), None)
     if index is None:
         return
@@ -130,7 +131,7 @@ def _prepare(fault: dict[str, Any], strike: Callable[[], None]) -> None:
 
 
 def _before(moment: str, act: Callable[[], None]) -> None:
-    """Makes each call of the moment's function call `act` first, or for COMMIT, at its end."""
+    """Replaces the moment's function by one that first calls `act`; for COMMIT, it calls `act` at the end."""
     module, _, name = MOMENTS[moment].partition(":")
     *owners, name = name.split(".")
     owner = functools.reduce(getattr, owners, importlib.import_module(module))

@@ -52,7 +52,7 @@ DAMAGING = ("restore", "step", "evaluation", "save", "retention")
 LIMITS = {"hang_timeout_seconds": 10, "hang_grace_seconds": 150}  # a start takes over 60 s on busy CPUs
 SUPERVISED = ("supervise=true", *(f"{key}={seconds}" for key, seconds in LIMITS.items()))
 TO_END = 30  # a hanging process and all others must have ended this many seconds after the limit
-# The moments at which a process can hang, and the phases that its supervisor may name.
+# Maps each moment at which a process can hang to a regular expression for the phases that its supervisor may name.
 HANGING = {
     "step": r"step \d+",
     "batch": r"step \d+ \(data\)|step \d+ \(rollouts\)",  # in trainer.grpo, a batch of prompts
@@ -62,7 +62,8 @@ HANGING = {
     "save": "save",
     "checksums": "save|end",  # the next save or the end of the run waits for the checksums
 }
-# The faults, each with the moments at which it can strike, and the exit code after which the launcher does not restart.
+# Maps each fault to the moments at which it can strike, and to the exit code, besides 0, with which the launcher may
+# end after the fault.
 FAULTS: dict[str, tuple[Sequence[str], int]] = {
     "kill": (EVERYWHERE, 0),
     "term": (EVERYWHERE, 128 + signal.SIGTERM),
@@ -132,8 +133,8 @@ def drawn(
     known: Callable[[int, int], Undisturbed],
     moments: Sequence[str] = EVERYWHERE,
 ) -> Round:
-    """Returns the round of a seed. `processes`: pairs of the numbers of processes at the start and after the first
-    fault. `known` returns the undisturbed run of a pair."""
+    """Returns the round of a seed. `processes`: the pairs to choose from, each with the number of processes at the
+    start and the number after the first fault. `known`: a function that returns the undisturbed run for a pair."""
     draw = random.Random(seed)
     count, then = draw.choice(processes)
     kind, index = draw.choice(kinds), draw.randrange(min(count, then))
@@ -175,7 +176,8 @@ def launch(
     restarts: int = 3,
     volume: str = "",
 ) -> tuple[int, str]:
-    """Runs the launcher in `folder`. Returns its exit code and its output. `devices`: number per process."""
+    """Runs the launcher in `folder`. Returns its exit code and its output. `devices`: the number of devices per
+    process."""
     inside = folder / "inside"
     inside.mkdir(parents=True, exist_ok=True)
     scripts = str(Path(__file__).parent.absolute())
@@ -221,7 +223,7 @@ def outcome(folder: Path) -> Outcome:
 
 
 def arrays_of(checkpoint: Path) -> dict[str, Any]:
-    """Returns the arrays of a checkpoint by name, whatever devices it was saved on."""
+    """Returns a dict from name to array for a checkpoint, which may have been saved on any devices."""
     import jax
     import numpy as np
     from orbax.checkpoint import v1 as ocp
@@ -254,7 +256,8 @@ def _bits(arrays: dict[str, Any], name: str) -> Any:
 
 
 def distances(left: Outcome, right: Outcome) -> tuple[float, float]:
-    """Returns the largest difference of the floats in the metrics, and of the arrays; relative for numbers above 1.
+    """Returns two numbers: the largest difference of floats in the metrics, and the largest difference in the arrays.
+    Differences are relative for numbers above 1.
 
     Raises:
       AssertionError: anything else differs.
@@ -365,7 +368,7 @@ def hang(one: Round, folder: Path, mark: Path) -> str:
 
 def check_checkpoints(folder: Path, damaged: Sequence[str]) -> None:
     """Raises AssertionError if a committed checkpoint that is not in `damaged` fails verification, if a committed
-    checkpoint failed it at a start of the run, or if anything else is left in the folder of checkpoints."""
+    checkpoint failed verification at a start of the run, or if anything else is left in the folder of checkpoints."""
     from trainer.checkpoint.manager import committed
     from trainer.checkpoint.sums import verify
 

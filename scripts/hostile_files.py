@@ -308,8 +308,8 @@ KINDS = {"templates": template, "tokenizers": tokenizer, "tables": table, "confi
 
 
 def tried(read: Callable[[], Any]) -> tuple[str, float, int]:
-    """Calls `read` in a forked process. Returns "read", "refused" or a description of the failure; the seconds; and the
-    growth of memory in MiB."""
+    """Calls `read` in a forked process. Returns three values: "read", "refused" or a description of the failure; the
+    seconds; and the growth of memory in MiB."""
     begin, (get, put) = time.monotonic(), os.pipe()
     child = os.fork()
     if not child:

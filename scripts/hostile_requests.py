@@ -27,7 +27,7 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 
 def hostile(size: int) -> dict[str, tuple[str, bytes]]:
-    """Returns the path and the body, of about `size` bytes, of each kind of request."""
+    """Returns a dict from each kind of hostile request to its path and its body of about `size` bytes."""
 
     def said(content: object) -> bytes:
         return json.dumps({"messages": [{"role": "user", "content": "a", "more": content}]}).encode()
@@ -55,8 +55,8 @@ async def honest(client: httpx.AsyncClient, padding: int) -> float:
 
 
 async def beside(url: str, path: str, body: bytes) -> tuple[list[list[float]], list[int]]:
-    """Returns the times of honest requests, by padding, while hostile requests run; and the status codes of the answers
-    to the hostile requests."""
+    """Sends honest requests while two clients send hostile ones. Returns a list of the honest requests' seconds for
+    each entry of PADDINGS, and the status codes of the answers to the hostile requests."""
     codes = list[int]()
 
     async def send(client: httpx.AsyncClient) -> None:

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import IO
 
 HEARTBEAT = 10  # seconds without a heartbeat after which processes count as dead
-_GRACE = 5.0  # seconds within which all processes end that have lost contact with the same process
+_GRACE = 5.0  # seconds within which all processes end after losing contact with the same process
 LEFT_TO_END = 20.0  # seconds that the other processes have to end by themselves after one has ended with an error
 _SECONDS_TO_READ = 1.0  # maximum wait for the last output of a process that has ended
 _POLL = 0.05
@@ -47,7 +47,8 @@ _LOST = {*_ABORTED, _HANG}  # exit codes of processes that have waited for anoth
 _OBEYED = (128 + signal.SIGTERM, 128 + signal.SIGINT, -signal.SIGINT)  # exit codes of processes that ended on request
 _SIGNALS = {int(number) for number in signal.Signals}
 _SAME_STEP, _LONGEST_PAUSE = 3, 30.0
-# Output of JAX's collectives when they connect, and the C++ stack trace when JAX aborts a process that lost another.
+# Lines that begin with these texts are not shown: output of JAX's collectives when they connect, and the C++ stack
+# trace when JAX aborts a process that has lost contact with another.
 _NOISE = ("[Gloo] Rank", "*** Check failure stack trace", "    @     0x")
 _COUNT = "--xla_force_host_platform_device_count"
 _STEP = re.compile(r"completed step: (\d+),")
@@ -94,7 +95,7 @@ class _Member:
     Attributes:
       step: the last completed step; -1: none.
       last: the last line of stdout, shortened.
-      phase: what it was doing when its supervisor ended it; "": unknown.
+      phase: what the process was doing when its supervisor ended it; "": unknown.
       reason: why it ended; "": unknown.
       lost: whether it reported that another process ended.
     """
@@ -118,13 +119,13 @@ class _Member:
             reader.start()
 
     def join(self, seconds: float | None = None) -> None:
-        """Waits until all output is read, at most `seconds`."""
+        """Waits until all output is read; at most `seconds` for each of stdout and stderr."""
         for reader in self._readers:
             reader.join(seconds)
 
     def close(self) -> None:
-        """Kills the processes that this process left behind, which may hold the run's lock, and reads the rest of its
-        output."""
+        """Kills the processes that the ended process left behind, which may hold the run's lock, and reads the rest of
+        its output."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self.join()
@@ -241,7 +242,8 @@ class _Job:
             members.append(_Member(index, command, self._environment, options))
 
     def _wait(self, members: Sequence[_Member]) -> int:
-        """Waits for all processes. If one fails, names it and ends the processes that do not end by themselves."""
+        """Waits for all processes. If one fails, names it and ends the processes that do not end by themselves. Returns
+        the exit code of the job."""
         failed, since = None, 0.0
         while any(member.poll() is None for member in members):
             for number in self.requests[self._sent :]:
@@ -262,8 +264,8 @@ class _Job:
 
 
 def _why_not(code: int, failures: int, step: int, last: bool) -> str:
-    """Returns why a failed job is not restarted; "": it is restarted. `failures`: number of successive failures without
-    a step after `step`."""
+    """Returns why a failed job is not restarted; "": it is restarted. `failures`: the number of successive failures in
+    which no step after `step` was completed. `last`: whether no restart is left."""
     if code == _USER_ERROR:
         return "exit code 2 is a user's error"
     if failures == _SAME_STEP:
@@ -272,7 +274,8 @@ def _why_not(code: int, failures: int, step: int, last: bool) -> str:
 
 
 def _first_failure(members: Sequence[_Member]) -> int | None:
-    """Returns the index of the process that failed, and names it on stderr unless it obeyed a request to end.
+    """Returns the index of the process that failed, and names the process on stderr unless it obeyed a request to end.
+    Returns None if no process failed.
 
     If several processes failed, returns the likeliest cause. The other processes lose contact with that process; then
     they end with code 1, or JAX aborts them, or their supervisors end them. If all processes that ended have lost

@@ -1,4 +1,4 @@
-"""Trains with all combinations of mesh, NNX flags, layer loop and accumulation; compares the results with one device.
+"""Trains with all combinations of mesh, NNX flags, layer loop and accumulation; compares results with one device's.
 
     python scripts/matrix.py --part 1/4 --out matrix.jsonl     # and 2/4, ...; skips cases that the file contains
     python scripts/matrix.py --table matrix.jsonl              # the table of docs/benchmarks/sharding.md
@@ -66,7 +66,7 @@ TOLERANCE = 1e-5
 
 
 def losses(combination: str, mesh: str, scan_layers: bool, microbatches: int) -> list[float]:
-    """Returns the loss and gradient norm of each step."""
+    """Returns one list with the loss and the gradient norm of each step in turn."""
     import jax
 
     from trainer.config.flags import flags_of
@@ -120,8 +120,8 @@ def read(path: Path) -> list[dict]:
 
 
 def table(rows: list[dict]) -> str:
-    """Returns a Markdown table: a row per mesh, a column per combination, each cell the largest relative difference
-    from the results of one device.
+    """Returns a Markdown table: a row per mesh, and a column per combination of the NNX flags. Each cell has the
+    largest relative difference from the results of one device.
 
     Raises:
       SystemExit: a case is missing, or differs by more than rounding.

@@ -33,7 +33,7 @@ import numpy as np
 
 os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 FOLDERS = Path(__file__).parents[1] / "tests" / "maxtext-0.2.5"
-TOLERANCE = 1e-5  # for float32 logits of up to 5; the two programs sum the same products in different orders
+TOLERANCE = 1e-5  # for float32 logits of up to 5; MaxText and this trainer sum the same products in different orders
 # Recurrent layers amplify rounding: logits differed by 4.2e-5 on an Intel Xeon, and by less than 1e-5 on an AMD EPYC.
 RECURRENT = dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), 2e-4)
 TINY = {
@@ -248,7 +248,8 @@ def logits(folder: Path, keys: dict[str, Any], how: str) -> dict[str, np.ndarray
     if how == "from_pretrained":
         model = model_creation_utils.from_pretrained(config, mesh=mesh)
     else:
-        # _read_train_checkpoint first builds a model eagerly, which takes minutes. Only Muon needs it, so skip it.
+        # _read_train_checkpoint first builds a model eagerly, which takes minutes. Only Muon needs this model, so it is
+        # not built.
         build = model_creation_utils.from_config
         made = iter([lambda *args, **kwargs: None])
         with mock.patch.object(model_creation_utils, "from_config", lambda *a, **k: next(made, build)(*a, **k)):
@@ -369,7 +370,8 @@ def exported(folder: Path, out: Path, keys: dict[str, Any]) -> list[str]:
 
 
 def check(python: str, names: list[str]) -> int:
-    """Compares logits in both directions, for the cases in `names` or, if it is empty, all. Returns the exit code."""
+    """Compares logits in both directions, for the cases in `names`, or for all cases if `names` is empty. Returns the
+    exit code."""
     wrong = 0
     for path in sorted(path for path in FOLDERS.glob("*.zip") if not names or path.stem in names):
         with tempfile.TemporaryDirectory() as temporary:

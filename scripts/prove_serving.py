@@ -31,7 +31,7 @@ from pathlib import Path
 
 import openai
 
-TIE = 1e-3  # a smaller difference of log-probabilities is a near tie; reordering float32 sums changes less than 1e-4
+TIE = 1e-3  # near tie if log-probabilities differ by less; reordering float32 sums changes them by less than 1e-4
 LENGTH, SLOTS, CLIENTS = 256, 16, 32
 WORDS = [*"()=:+é🙂", "def", "class", "return", "import", "self", "if", "for", "in", "x", "y", "print", "str", "list"]
 SEED, NAME = 0, "proved"

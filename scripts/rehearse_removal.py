@@ -12,8 +12,8 @@ explains the removal. The next commit will delete the flags from base.yml and co
 about them, and tests/pins.py, which guards their defaults. After that commit, the table of MaxText's keys accepts the
 flags, but only with the value true.
 
-The script searches all tests outside TOUCHED below for the deleted names, and collects the whole suite, which shows
-that nothing imports the deleted code. Then it runs the tests in TOUCHED, except those that other tests nearly cover
+The script searches all tests outside TOUCHED below for the deleted names. It lets pytest collect the whole suite, which
+fails if anything imports deleted code. Then it runs the tests in TOUCHED, except those that other tests nearly cover
 (tests/whole.py); if the options name tests, it runs those instead. It exits with pytest's exit code.
 """
 

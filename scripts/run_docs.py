@@ -38,7 +38,7 @@ from trainer.weights.model_keys import as_words
 from trainer.weights.open import open_source
 
 AS_WRITTEN = ("docs/tutorial.md", "docs/guides/migrating.md", "docs/guides/diloco.md")
-# Patterns of commands that are not run, each with the reason. tests/unit/docs resolves these commands' configurations.
+# Maps the pattern of commands that are not run to the reason. tests/unit/docs resolves these commands' configurations.
 NOT_RUN = {
     r"like=/models/gemma": "needs a model that also reads images; tests/unit/weights/test_towers.py makes one",
     r"dataset_name=c4/": "needs C4, as TFDS prepares it",
@@ -83,8 +83,8 @@ EARLIER = {
     ],
     "docs/guides/weights.md": [["-m", "trainer.export", "/models/Mistral-7B", "maxtext-run", "format=maxtext"]],
 }
-# FOLDERS: the folders in /models, each with the tiny model of tests/goldens that it gets. SIZES_OF: presets, each with
-# the folder whose model's sizes replace the preset's.
+# FOLDERS maps a folder in /models to the tiny model of tests/goldens that is copied to the folder. SIZES_OF maps a
+# preset to the folder of the model whose sizes replace the preset's.
 FOLDERS = {"Llama-3.1-8B": "llama-llama3", "Qwen3-8B": "qwen3", "Mistral-7B": "mistral"}
 SIZES_OF = {"llama3.1-8b": "Llama-3.1-8B", "mistral-7b": "Mistral-7B"}
 
@@ -143,7 +143,8 @@ def _skipped(found: dict[str, list[Command]]) -> Iterator[tuple[Command, str]]:
 
 
 def reader_files(folder: Path) -> dict[str, Path]:
-    """Makes the files that the pages expect. Returns absolute path prefixes, each with the folder that replaces it."""
+    """Makes the files that the pages expect. Returns a dict from each absolute path prefix to the folder that replaces
+    it."""
     texts = [path.read_text(encoding="utf-8", errors="replace") for path in _sources()]
     for name in ("a", "web/a", "code/a"):
         file = folder / "data" / f"{name}.jsonl"
@@ -217,7 +218,7 @@ def run_page(page: str, listed: list[Command], folder: Path, files: dict[str, Pa
 def cut(command: Command, models: Path) -> list[str]:
     """Returns the arguments of `command` with fewer steps and rounds.
 
-    Arguments that name a preset of SIZES_OF also get the sizes of its model in the folder `models`.
+    If an argument names a preset in SIZES_OF, the sizes of the preset's model in the folder `models` are added.
     """
     words = list(command.words)
     if command.program in TRAINING:
@@ -235,7 +236,7 @@ def cut(command: Command, models: Path) -> list[str]:
     for name, folder in SIZES_OF.items():
         if command.program in ("trainer.train", "trainer.export", "trainer.parity") and f"model_name={name}" in words:
             words += as_words(open_source(str(models / folder)).keys)
-            # The tiny model has only 64 token ids.
+            # The tiny model has only 64 token ids, too few for text.
             words += ["dataset_type=synthetic"] if command.program != "trainer.export" else []
     if command.program in TRAINING and any(word.startswith("load_parameters_path=/models/") for word in words):
         words += ["dataset_type=synthetic"]

@@ -20,7 +20,8 @@ set -uo pipefail
 
 export USER_ERROR="$SLURM_SUBMIT_DIR/user-error-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" # one file per start
 limit=
-# 300 seconds before the time limit, Slurm sends USR1 to this shell, which asks the processes to save and end.
+# 300 seconds before the time limit, Slurm sends USR1 to this shell. The shell then sends SIGTERM to the job's
+# processes, which save and end.
 trap 'limit=yes; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
 
 rm -f "$USER_ERROR"

@@ -18,7 +18,7 @@ from trainer.inference.max_engine import MaxEngine
 from trainer.inference.sampling import Sampling
 from trainer.inference.scheduler import Scheduler
 
-TIE = 1e-3  # a smaller difference of log-probabilities is a near tie; reordering float32 sums changes less than 1e-4
+TIE = 1e-3  # near tie if log-probabilities differ by less; reordering float32 sums changes them by less than 1e-4
 
 
 def main() -> None:
@@ -75,8 +75,9 @@ def soak(engine, params, requests, rng):
     """Runs all requests, and cancels a tenth of them.
 
     Returns:
-      Four values: each request's (token, log-probability) pairs; the bytes of live arrays after 10, 50 and 100 % of the
-      scheduler's turns; the number of turns; and the numbers of the cancelled requests.
+      Four values: a dict from each request's number to its (token, log-probability) pairs; the bytes of live arrays
+      after 10, 50 and 100 % of the calls of `Scheduler.turn`; the number of these calls; and the numbers of the
+      cancelled requests.
     """
     scheduler = Scheduler(engine, params)
     numbers = [scheduler.submit(it["tokens"], **{k: v for k, v in it.items() if k != "tokens"}) for it in requests]

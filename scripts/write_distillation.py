@@ -1,4 +1,5 @@
-"""Writes tests/distillation: a random teacher, and the losses of 30 steps of TRL's GKD from it to tests/goldens/llama.
+"""Writes tests/distillation: a random teacher, and the losses of 30 steps in which TRL's GKD trains tests/goldens/llama
+with the teacher.
 
     pip install trl==1.16.0 torch && python scripts/write_distillation.py
 
@@ -8,8 +9,8 @@ loss of each step. The loss is the sum of the divergences over the batch's compl
 number of those tokens; prompt tokens do not contribute. TRL's lmbda is 0, so the student generates no sequences.
 
 TRL's GKDTrainer divides logits by the temperature only when it generates. The subclass in this script also passes the
-temperature to TRL's divergence, which divides both models' logits by the temperature, and does not multiply the loss by
-the temperature's square.
+temperature to TRL's divergence. The divergence divides both models' logits by the temperature, but does not multiply
+the loss by the temperature's square.
 """
 
 import json
@@ -43,7 +44,8 @@ RUNS = {
 
 
 def sequences() -> list[dict[str, list[int]]]:
-    """Returns BATCHES x BATCH sequences: a prompt of 1 to 11 tokens and a completion of 2 to 12 with EOS at its end."""
+    """Returns BATCHES x BATCH sequences, each with a prompt of 1 to 11 tokens and a completion of 2 to 12 that ends
+    with EOS."""
     rng = np.random.default_rng(0)
 
     def some() -> list[int]:

@@ -5,7 +5,7 @@ python scripts/write_gguf.py python=PYTHON [cases=NAME,...] [tokenizers=true]
 PYTHON is the interpreter of an environment with cyllama (0.2.18), a wheel of llama.cpp. With `cases`, the script
 replaces only the results of these cases.
 
-expected.npz            for each model of gguf_cases.MODELS, its logits, and a checksum of the model in its file; for
+expected.npz            for each model of gguf_cases.MODELS, its logits, and a checksum of its file's content; for
                         each tokenizer of gguf_cases.KINDS, a checksum of the tokens of each of 200 texts
 bytes.json, pieces.json the tokenizers; written only with tokenizers=true
 """

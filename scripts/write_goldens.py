@@ -278,7 +278,8 @@ CASES = {
     ),
     "smollm3": Case(SMOLLM3, SMALL | {"num_hidden_layers": 5}, some(3, 4), spread=0.9),
     "phi3": Case(PHI3, OF_PHI | {"sliding_window": 5}),
-    # Every document with more than one token exceeds the original length, so it uses the long factors.
+    # Every document with more than one token is longer than the original length of 6 tokens, so it uses the long
+    # factors.
     "phi4-mini": Case(
         PHI3,
         OF_PHI
@@ -558,8 +559,8 @@ def batch_of(segment: np.ndarray, seed: int) -> dict[str, np.ndarray]:
 def generated(model, inputs: np.ndarray) -> dict[str, np.ndarray]:
     """Continues the first PROMPT tokens of each row greedily, to a length of CONTINUED.
 
-    Returns the tokens, int [rows, CONTINUED] with the prompt, and for each new token the difference between the two
-    largest logits.
+    Returns the tokens including the prompt, int [rows, CONTINUED], and for each new token the difference between the
+    two largest logits.
     """
     prompt = torch.tensor(inputs[:, :PROMPT], dtype=torch.long)
     how = {"do_sample": False, "max_length": CONTINUED, "attention_mask": torch.ones_like(prompt), "pad_token_id": 0}
@@ -581,7 +582,8 @@ def additive_mask(batch: dict[str, np.ndarray], window: int | None) -> torch.Ten
 
 
 def computed(model, batch: dict[str, np.ndarray], masked: bool) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Returns logits [rows, length, vocab], and the gradient of the mean cross entropy for each parameter."""
+    """Returns logits [rows, length, vocab], and a dict from the tensor name of each parameter to its gradient of the
+    mean cross entropy."""
     tokens = {name: torch.tensor(array, dtype=torch.long) for name, array in batch.items()}
     packing: dict[str, torch.Tensor] = {}
     if masked:
@@ -627,7 +629,8 @@ def gradients(model) -> dict[str, np.ndarray]:
 
 @torch.no_grad()
 def check_mask(model, batch: dict[str, np.ndarray], logits: np.ndarray) -> None:
-    """Checks that each packed document has the same logits when transformers computes it alone, with its own mask."""
+    """Checks that each packed document has the same logits when transformers computes it alone and makes the mask
+    itself."""
     for tokens, segment, row in zip(batch["inputs"], batch["inputs_segmentation"], logits, strict=True):
         for number in set(segment) - {0}:
             here = segment == number

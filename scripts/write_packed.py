@@ -27,7 +27,8 @@ INT4, INT8, FP8 = ({"num_bits": bits, "type": kind} for bits, kind in ((4, "int"
 GROUP, CHANNEL = {"strategy": "group", "group_size": 16}, {"strategy": "channel"}
 ASYMMETRIC = {"symmetric": False}
 DYNAMIC = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
-# name: shape [out, in], dtype of the weight and its scales, format, and the quantization of weights and of activations
+# name -> shape [out, in], dtype of the weight and its scales, format, and the quantization of weights and of
+# activations
 CASES: dict[str, tuple[tuple[int, int], torch.dtype, str, dict[str, Any], Any]] = {
     "int4-group": ((12, 32), torch.bfloat16, "pack-quantized", INT4 | GROUP, None),
     "int4-group-asymmetric": ((12, 32), torch.float16, "pack-quantized", INT4 | GROUP | ASYMMETRIC, None),

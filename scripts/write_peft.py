@@ -7,7 +7,7 @@ golden's batch "rows". The folder "steps", which `train` writes, has an adapter 
 and the losses.
 
 With `check`, peft loads the adapters FOLDER/CASE, which trainer.weights.write_peft has written, onto each case's base
-model, and the script prints how far the logits are from the expected ones.
+model, and the script prints how much the logits differ from the expected ones.
 """
 
 import json
@@ -60,7 +60,8 @@ CASES = {
     "deepseek-v3": Case("deepseek-v3", {"target_modules": "all-linear"}),
     "phi3": Case("phi3", {"target_modules": ["qkv_proj", "o_proj", "gate_up_proj"]}),
 }
-# The base model of the case in which tensors have transformers 4's names: each matrix of each expert is a module there.
+# The base model of the case in which tensors have transformers 4's names. In transformers 4, each matrix of each expert
+# is a module.
 OF_4 = "qwen3-moe"
 
 

@@ -38,7 +38,8 @@ REWARDS = ("chosen", "rejected", "margins", "accuracies")
 
 
 def pairs() -> list[dict[str, list[int]]]:
-    """Returns 8 x PAIRS pairs: a prompt of 1 to 11 tokens, and two answers of 2 to 12 tokens, which end with EOS."""
+    """Returns 8 x PAIRS pairs, each with a prompt of 1 to 11 tokens and two answers of 2 to 12 tokens that end with
+    EOS."""
     rng = np.random.default_rng(0)
 
     def some() -> list[int]:

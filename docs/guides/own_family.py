@@ -64,7 +64,7 @@ class ParallelBlock(nnx.Module):
         return sharding.constrain(out, RESIDUAL), cache
 
 
-# The block has the matrix products of Llama's block, so `forward_flops_per_token` also counts its FLOPs.
+# The block has the same matrix products as Llama's block, so `forward_flops_per_token` counts its FLOPs, too.
 FAMILY = Family(
     lambda config: [Stack("layers", (ParallelBlock,), config.base_num_decoder_layers)], forward_flops_per_token
 )

@@ -56,7 +56,7 @@ class Focal(NextToken):
 
 
 def make_objective(config: Any, model: Any) -> Focal:
-    """Returns the objective. `build` and `parity.main` get this function as an argument."""
+    """Returns the objective. This function is the argument `make_objective` of `build` and of `parity.main`."""
     return Focal(model.apply, tiling=make_tiling(config, model))
 
 

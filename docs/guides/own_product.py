@@ -42,7 +42,7 @@ class GroupedAdapter(Adapter):
 
 
 def products(config):
-    """Returns pairs of a pattern and a class. The first pattern found in a matrix's canonical name applies."""
+    """Returns pairs of a pattern and a class. A matrix gets the class of the first pattern in its canonical name."""
     return [("self_attention/query/kernel", Adapter), ("MoeBlock_0/wi_0", GroupedAdapter)]
 
 

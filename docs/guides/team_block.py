@@ -17,7 +17,7 @@ UP, DOWN = ("embed", "mlp"), ("mlp", "embed")
 
 
 def attend(q_bthd: jax.Array, k_bthd: jax.Array, v_bthd: jax.Array, segment_bt: jax.Array) -> jax.Array:
-    """Returns causal attention within documents, [b, t, heads, d]. segment_bt: each token's document; 0: padding."""
+    """Returns causal attention within documents, [b, t, heads, d]. segment_bt: each token's document, 0: padding."""
     length = segment_bt.shape[1]
     seen = jnp.tril(jnp.ones((length, length), bool)) & (segment_bt[:, :, None] == segment_bt[:, None, :])
     scores = jnp.einsum("bthd,bshd->bhts", q_bthd, k_bthd) * q_bthd.shape[-1] ** -0.5

@@ -81,7 +81,7 @@ def _prepare_documents(loaded: Loaded, say: Callable[[str], None]) -> Mapping[st
 def _prepare_conversations(loaded: Loaded, say: Callable[[str], None]) -> Mapping[str, Any]:
     found: dict[str, Any] = {}
     steps = [sft.prepare, _prepare_documents]
-    if not loaded.config.load_parameters_path:  # a new student uses the teacher's tokenizer
+    if not loaded.config.load_parameters_path:  # a new student uses the teacher's tokenizer, which must be known first
         steps.reverse()
     for step in steps:
         found |= step(loaded, say)

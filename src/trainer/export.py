@@ -126,8 +126,8 @@ def _opened(source: str, options: dict[str, str], keys: Sequence[str]) -> tuple[
 
 
 def _about(checkpoint: Any) -> Any:
-    """Returns the checkpoint's metadata. If it contains no special tokens, as for a MaxText checkpoint, adds those of
-    the tokenizer next to the checkpoint."""
+    """Returns the checkpoint's metadata. If the metadata contain no special tokens, as for a MaxText checkpoint, adds
+    the special tokens of the tokenizer next to the checkpoint."""
     from trainer.config.tokenizer_files import has_tokenizer
     from trainer.data.tokenizer_files import load_tokenizer
     from trainer.leaves.about import TOKENS
@@ -146,7 +146,8 @@ def _about(checkpoint: Any) -> Any:
 
 
 def _export_adapters(source: str, out: Path, options: dict[str, str], words: list[str]) -> None:
-    """Writes only the adapters. The keys of their model come from the run, or from the base of a PEFT folder."""
+    """Writes only the adapters. The keys of the model that they adapt come from the run or, for a PEFT folder, from the
+    base model."""
     from trainer.weights.about_files import copy_beside
     from trainer.weights.model_keys import as_words, check_words, model_config
     from trainer.weights.open import open_adapters, open_source, weight_shapes

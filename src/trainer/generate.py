@@ -21,7 +21,7 @@ from trainer.runtime.platforms import add_threads_for_simulated_devices, leave_o
 
 WEIGHTS = ("raw", "ema")
 FORMATS = ("text", "jsonl")
-_OWN = {"prompts": (), "adapters": (), "weights": WEIGHTS, "format": FORMATS}  # allowed values; (): any text
+_OWN = {"prompts": (), "adapters": (), "weights": WEIGHTS, "format": FORMATS}  # allowed values; () allows any text
 NO_MODEL = "there is no model: give FROM, or load_parameters_path=... and the model's keys"
 HELP = """\
 usage: python -m trainer.generate FROM [prompt=TEXT | prompts=FILE] [adapters=PATH,PATH] [format=text|jsonl]
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         _compile(loaded or of_checkpoint(model_path, keys, options.get("weights"))[0], adapters)
         return
-    with distributed(connection.config):  # before a checkpoint is read, because reading may use devices
+    with distributed(connection.config):  # must begin before a checkpoint is read, because reading may use devices
         if loaded is None:
             from trainer.weights.load import of_checkpoint
 
@@ -91,7 +91,7 @@ class _Text(NamedTuple):
     """A prompt, and the adapter with which to continue it."""
 
     prompt: str
-    tokens: list[int]  # of the prompt
+    tokens: list[int]  # the tokens of the prompt
     adapter: str  # the adapter's path; "" for none
 
     def row(self) -> dict[str, Any]:
@@ -109,8 +109,8 @@ def _generate(
     as_json: bool,
     started: float,
 ) -> None:
-    """Continues the prompts. Every process runs every step; only the first process writes. Adapters with an average
-    generate with the average, unless `raw` is true."""
+    """Continues the prompts. Every process runs every step; only the first process writes. For adapters with averaged
+    weights, the average is used unless `raw` is true."""
     from trainer.config.files import by_hand
     from trainer.inference.max_engine import MaxEngine
     from trainer.inference.scheduler import Scheduler
@@ -155,7 +155,7 @@ def _generate(
 
 
 def _chat(loaded: Loaded, tokenizer: Any, say: Callable[[str], None]) -> Any:
-    """With use_chat_template=true, returns the encoder of prompts as conversations, otherwise None."""
+    """Returns the encoder that converts prompts to conversations if use_chat_template is true, otherwise None."""
     if not loaded.config.use_chat_template:
         if (template := tokenizer.chat_template) and "use_chat_template" not in loaded.changed:
             say(
@@ -240,7 +240,8 @@ def _print(
 
 
 def _write(text: str) -> None:
-    # Files and programs get the text unchanged; on a terminal, control characters from the model must have no effect.
+    # Files and other programs get the text unchanged. For a terminal, the model's control characters are made visible,
+    # so that they have no effect.
     sys.stdout.write(visible(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
@@ -259,7 +260,7 @@ def read_words(
     """Returns the argument FROM ("" if it is absent), the program's options, and the arguments for base.yml.
 
     Args:
-      own: the program's options, each with its allowed values; (): any text.
+      own: a dict from the program's options to their allowed values; () allows any text.
 
     Raises:
       UserError: FROM is not a path, or the value of an option is not allowed.

@@ -78,7 +78,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _read_words(words: Sequence[str]) -> tuple[str, bool, tuple[int, bool] | None]:
-    """Returns the path, whether to print norms, and the requested row as (number, whether it is held out), or None."""
+    """Returns the path, whether to print norms, and the requested row: None, or its number and whether it is a held-out
+    row."""
     options = dict(word.split("=", 1) for word in words if word.startswith(_OPTIONS))
     paths = [word for word in words if not word.startswith(_OPTIONS)]
     if len(paths) != 1 or paths[0].startswith("-") or len(options) > 1:
@@ -134,7 +135,7 @@ def _differing(keys: Mapping[str, Any]) -> list[str]:
 
 
 def _flat(position: Any) -> str:
-    """Returns JSON on one line; for an object, without its outer braces."""
+    """Returns `position` as JSON on one line. The outer braces of an object are omitted."""
     if isinstance(position, dict):
         return ", ".join(f"{key}: {json.dumps(value)}" for key, value in position.items())
     return json.dumps(position)

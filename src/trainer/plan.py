@@ -30,16 +30,18 @@ from trainer.runtime.platforms import prepare_to_compile
 from trainer.runtime.signals import handled
 
 _SEARCH = "search."
-# Keys that search.KEY cannot vary: they select the devices or the model's other keys, or do not affect the step.
+# Keys that search.KEY cannot vary: they select the devices, determine other keys of the model, or do not affect the
+# step.
 _NOT_SEARCHED = (
     *("compile_topology", "compile_topology_num_slices", "model_name", "load_parameters_path", "load_full_state_path"),
     *("global_parameter_scale", "run_name", "base_output_directory", "hardware"),
-    "logical_axis_rules",  # config.load merges rules with the defaults; a searched value would replace them all
+    "logical_axis_rules",  # config.load merges given rules with the defaults; a searched value would replace all rules
 )
 
 
 class Words(NamedTuple):
-    """A parsed command line: the arguments for the configuration, in `config`, and the options of the plan."""
+    """A parsed command line: `config` contains the arguments for the configuration, and the other fields are the plan's
+    options."""
 
     config: list[str]
     search: dict[str, list[Any]]

@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _loaded(words: Sequence[str]) -> tuple[Loaded, Kind]:
-    """Returns the configuration, and the command that trains on its rows.
+    """Returns the loaded configuration, and the kind of the command that trains on its rows.
 
     Raises:
       UserError: the configuration has no rows to prepare.
@@ -124,7 +124,7 @@ def _written(place: Path) -> Iterator[None]:
 
 
 def _prepare(config: Config, place: Path, kind: Kind, beam: str | None) -> str:
-    """Prepares the rows in `place`, and returns a line about them."""
+    """Prepares the rows in the folder `place`, and returns a line about the rows."""
     from trainer.data.dataset import text_encoder
     from trainer.data.opened import open_documents
     from trainer.data.prepared import read_place, write_place

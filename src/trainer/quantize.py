@@ -42,7 +42,7 @@ key     weight_block_size=[32,1]: how many inputs and outputs share a scale (def
 Matrices are quantized layer by layer, and other weights are unchanged. Tokenizer files next to FROM are copied.
 --help SECTION and --explain KEY explain the keys. docs/guides/quantization.md"""
 _ROWS = "calibration_rows"
-_DEFAULT_ROWS, _TOGETHER, _LONGEST = 128, 8, 2048  # _TOGETHER: the maximum rows of a batch
+_DEFAULT_ROWS, _TOGETHER, _LONGEST = 128, 8, 2048  # _TOGETHER: the maximum number of rows in a batch
 
 
 @exit_on_user_error
@@ -180,7 +180,8 @@ def _report(
 
 
 def _read_words(words: Sequence[str]) -> tuple[str, Path, int | None, str, list[str]]:
-    """Returns FROM, OUT, the rows for calibration, the choice of weights, and `key=value` arguments for base.yml."""
+    """Returns FROM, OUT, the number of rows for calibration (None: not given), the choice of weights, and the
+    `key=value` arguments for base.yml."""
     own = (f"{_ROWS}=", "weights=")
     paths, keys = words[:2], [word for word in words[2:] if not word.startswith(own)]
     options = dict(word.split("=", 1) for word in words if word.startswith(own))

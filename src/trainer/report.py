@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         if not outs or any(_is_below(out.parent, folder) for folder in folders):
             replace_file(out, page)
-        else:  # outside of the runs' folders, the user may choose a link or a pipe
+        else:  # outside of the runs' folders, `out` may be a link or a pipe
             out.write_text(page, encoding="utf-8")
     except OSError as error:
         raise UserError(f"out={out}: cannot be written: {error.strerror or error}; choose another file") from error
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _is_below(path: Path, folder: Path) -> bool:
-    """Returns whether `path` is in `folder`. Raises UserError if it follows a link that leads out of `folder`."""
+    """Returns whether `path` is in `folder`. Raises UserError if a link on the path leads out of `folder`."""
     inside = path.absolute().is_relative_to(folder.absolute())
     if inside and (part := path.absolute().relative_to(folder.absolute())).parts:
         check_folder(folder, [str(part)])

@@ -138,9 +138,8 @@ def _serve(loaded: Loaded, paths: list[str], average: bool, raw: bool, started: 
 
 
 def _names(base: str, paths: list[str]) -> dict[str, int]:
-    """Returns each model's number by its name: 0 for the base, 1, 2, ... for the adapters.
-
-    Raises UserError if two names are equal.
+    """Returns a dict from each model's name to its number: 0 for the base, and 1, 2, ... for the adapters. Raises
+    UserError if two names are equal.
     """
     names = {base: 0}
     for number, path in enumerate(paths, 1):
@@ -161,8 +160,8 @@ def _name(path: str) -> str:
 
 
 def _banner(url: str, name: str, config: Config, text: str, chat: bool, token: bool) -> str:
-    """Returns the server's address and an example request: a chat or, without `chat`, a completion. If `text` is
-    empty, the request contains a default text."""
+    """Returns a text for the console: the server's address, and an example request for a chat or, if `chat` is false,
+    for a completion. `text`: the prompt of the example; if it is empty, a default prompt."""
     from trainer.serving.access import VARIABLE
 
     where = f"$(head -n 1 {shlex.quote(config.token_file)})" if config.token_file else f"${VARIABLE}"

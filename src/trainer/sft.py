@@ -53,7 +53,7 @@ def run(words: Sequence[str], kind: Kind, shower: Callable[[Config, int, Callabl
 
 
 def _without_show(words: Sequence[str]) -> tuple[list[str], int | None]:
-    """Returns the command line without `--show N`, and N, or None if `--show` is not given."""
+    """Returns a pair: the command line without `--show N`, and N (None if `--show` is not given)."""
     words, count = list(words), None
     for i, word in enumerate(words):
         option, equals, text = word.partition("=")
@@ -66,8 +66,8 @@ def _without_show(words: Sequence[str]) -> tuple[list[str], int | None]:
 
 
 def check_kind(config: Config, own: str, mistakes: list[str]) -> None:
-    """Raises UserError if a configuration is for another command, or if `mistakes` contains error messages. `own`: the
-    key that selects this command, such as use_sft."""
+    """Raises UserError if a configuration is for another command, or if `mistakes`, a list of error messages, is not
+    empty. `own`: the key that selects this command, such as use_sft."""
     if mistakes := [*mistakes, *filter(None, [other_command(config, own)])]:
         raise report(mistakes)
 
@@ -97,10 +97,11 @@ def prepare(loaded: Loaded, say: Callable[[str], None]) -> Mapping[str, Any]:
 
 
 def own_run(config: Config) -> tuple[Mapping[str, Any], Any] | None:
-    """Returns the keys and the newest checkpoint of the run that this command continues; None for a new run.
+    """Returns a pair for the run that this command continues: its keys, and its newest checkpoint. Returns None for a
+    new run.
 
-    Without run_name, the result is also None if the initial model can be read: the keys then come from the model and
-    the data, as in a new run.
+    If run_name is not set, the result is also None if the initial model can be read: the command then takes the keys
+    from the model and the data, as for a new run.
     """
     if not config.run_name and not config.load_parameters_path:
         return None
@@ -117,7 +118,8 @@ def own_run(config: Config) -> tuple[Mapping[str, Any], Any] | None:
 
 
 def positions(config: Config) -> int | None:
-    """Returns the context length for which the model at load_parameters_path was trained; None if unknown."""
+    """Returns the context length for which the model at load_parameters_path was trained; None if the length is
+    unknown."""
     from trainer.weights.open import open_source
 
     return open_source(config.load_parameters_path, config.decoder_block, verify=False).length

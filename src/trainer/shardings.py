@@ -89,7 +89,7 @@ def describe(config: Config, side: str = "") -> dict[str, Any]:
 
 
 def _side_by_side(sides: Sequence[Side], by_side: dict[str, Any]) -> str:
-    """Returns the differences between the sides: settings, tensors, totals."""
+    """Returns a table that shows the sides' differing settings and tensors, and their totals."""
     from trainer.state import table
 
     head = ["", *(side.name for side in sides)]
@@ -107,7 +107,8 @@ def _side_by_side(sides: Sequence[Side], by_side: dict[str, Any]) -> str:
 
 
 def _sharding(row: dict[str, Any] | None) -> str:
-    """Returns a tensor's shape on a device, its full shape, and the mesh axes that shard each dimension."""
+    """Describes the sharding of a tensor: the shape of a device's shard, the full shape, and the mesh axes that shard
+    each dimension. `row`: the tensor's row of the table, or None if a side has no such tensor."""
     if row is None:
         return "absent"
     axes = ", ".join("+".join(entry) or "-" for entry in row["spec"])

@@ -41,10 +41,11 @@ class Kind:
       check: raises UserError if a configuration is for another command. It runs before JAX is loaded.
       defaults: the command's default values of keys; see `config.load`.
       prepare: `prepare(loaded, say)` sets keys that the user does not give, from the model and the data
-        (`Loaded.complete`), and returns these keys. It runs in the first process, after JAX is loaded.
+        (`Loaded.complete`), and returns a dict of these keys. It runs in the first process, after JAX is loaded.
       encoder: returns the encoder of records; see `data.dataset.open_dataset`.
       prompts: `prompts(config, tokenizer, say)` returns the encoder of the sample prompt; see `inference.tokens_of`.
-      dataset: `dataset(config, say)` opens the data if they are not records; `config` is resolved.
+      dataset: `dataset(config, say)` opens data that are not records; `config` is resolved. None: the data are records,
+        which `data.dataset.open_dataset` opens.
       source: `source(run, dataset, begin, run_dir, say)` returns the source of batches; see `training.loop.fit`. The
         source is opened before the step is compiled. `run_dir` is None in a dry run, in which the source must not write
         files.
@@ -198,7 +199,7 @@ def _dry_run(loaded: Loaded, kind: Kind) -> None:
 
 
 def _opened(loaded: Loaded, kind: Kind):
-    """Returns the console, the run, its data, its prompt, and its config.yml."""
+    """Returns a tuple: the console, the run, its data, its sample prompt, and the text of its config.yml."""
     from trainer.aot.executable import source_of_block
     from trainer.observe.console import Console
     from trainer.runtime.agreement import agreed, check_same, from_first, is_first
@@ -227,7 +228,7 @@ def _opened(loaded: Loaded, kind: Kind):
 
 
 def _prepare(loaded: Loaded, kind: Kind, console):
-    """Returns the run, its data, and its sample prompt."""
+    """Returns a tuple: the run, its data, and its sample prompt."""
     import jax
 
     from trainer.checkpoint.compare import check_dtypes
@@ -265,7 +266,8 @@ def _prepare(loaded: Loaded, kind: Kind, console):
 
 
 def _with_passes(loaded: Loaded, run, dataset, console):
-    """Returns the run with as many steps as num_epoch needs, unless the user sets `steps` to fewer."""
+    """Returns a run with as many steps as num_epoch needs, or `run` unchanged if the user sets `steps` to a smaller
+    number."""
     import jax
 
     from trainer.training.build import build
@@ -292,7 +294,7 @@ def _train(loaded: Loaded, kind: Kind, run, dataset, prompt, run_dir, timeline, 
     with contextlib.ExitStack() as stack:
         manager = None
         if run.config.enable_checkpointing:
-            from_first(run_dir.check)  # before the manager removes interrupted saves
+            from_first(run_dir.check)  # must precede the manager, which removes interrupted saves
             manager = CheckpointManager(run_dir.folder, run.config, console.say, run_dir.check)
             stack.enter_context(manager)
         resumes = manager is not None and manager.latest is not None
@@ -339,7 +341,7 @@ def _specs(kind: Kind, config: Config) -> list[Spec]:
 
 
 def _tasks(kind: Kind, run, dataset, begin, console):
-    """Returns the evaluator of eval_tasks, with the tasks' data opened; None without tasks."""
+    """Returns the evaluator of eval_tasks, with the tasks' data opened; None if there are no tasks."""
     if not run.config.eval_tasks:
         return None
     from trainer.evaluation.in_run import RunTasks
@@ -357,7 +359,8 @@ def _tasks(kind: Kind, run, dataset, begin, console):
 
 
 def _start(loaded: Loaded, run, dataset, prompt, saved, console):
-    """Returns the result of `training.start.start` with the model's metadata. `saved`: the checkpoints of the run."""
+    """Returns the result of `training.start.start`, with the run's model metadata as `about`. `saved`: the manager of
+    the run's checkpoints, or None."""
     from trainer.runtime.agreement import agreed
     from trainer.training.about import about_run
     from trainer.training.start import start
@@ -373,7 +376,7 @@ def _start(loaded: Loaded, run, dataset, prompt, saved, console):
 
 
 def _files(run_dir, goodput):
-    """Returns entries of a finished run's summary: how it spent its time, and the paths of its results."""
+    """Returns entries of a finished run's summary: how the run spent its time, and the paths of its results."""
     from trainer.checkpoint.manager import newest
     from trainer.observe.rundir import REPORT_FILE
 

@@ -8,7 +8,7 @@ _NORM = {"pre_self_attention_layer_norm/scale": "post_self_attention_layer_norm/
 
 
 def _gated(config):
-    """Returns an error message, or None."""
+    """Returns an error message if the MLP has no gate, otherwise None."""
     return None if len(config.mlp_activations) == 2 else "the MLP of this family is gated: give two activations"
 
 

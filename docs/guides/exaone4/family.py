@@ -1,7 +1,7 @@
 """EXAONE 4.0 (LG AI Research 2025, arXiv:2507.11407), the example of docs/guides/extending.md.
 
 Norms follow attention and MLP instead of preceding them, and each head's queries and keys have a norm. Three layers
-with a sliding window and RoPE alternate with one layer without both. A model without windows has RoPE in every layer.
+with a sliding window and RoPE alternate with one layer without either. A model without windows has RoPE in every layer.
 """
 
 import functools
@@ -58,7 +58,10 @@ OWN = {
 
 
 def _read(said, refused):
-    """Refuses a window size if no layer has a window: transformers then uses RoPE nowhere, `stacks` everywhere."""
+    """Refuses a window size if no layer has a window.
+
+    With such a configuration, transformers uses RoPE in no layer, but `stacks` uses it in every layer.
+    """
     if said["sliding_window"] and set(said.get("layer_types") or ()) == {"full_attention"}:
         refused.append(f"sliding_window={said['sliding_window']} without a layer of kind sliding_attention")
     return {}

@@ -54,9 +54,9 @@ def temporaries(dump: Dump, parameters: Collection[tuple[int, ...]] = ()) -> tup
     """Returns the temporaries that are live at their peak, the largest first.
 
     If several buffers share an address at the peak, only the largest of them is listed. The instruction that produces a
-    buffer determines its kind. A value of the backward pass with the shape of a parameter is a gradient. A value of the
-    forward pass that is live during the backward pass was saved for the backward pass. A value whose op_name is an
-    argument of the step is a copy of that argument in another dtype or layout.
+    buffer determines its kind. A buffer of the backward pass with the shape of a parameter is a gradient. A buffer of
+    the forward pass that is live during the backward pass was saved for the backward pass. If the instruction's op_name
+    is an argument of the step, the buffer is a copy of that argument in another dtype or layout.
 
     Args:
       dump: the dump of the compilation; if it has no buffer assignment, the result is ().
@@ -106,7 +106,7 @@ def leaves(tree: Any) -> list[Leaf]:
 
 
 def _temporary_values(assignment: str) -> dict[Key, tuple[int, int, str]]:
-    """Returns `Key` -> (size, offset, shape) for the values in main memory's temporary allocation."""
+    """Returns a dict from `Key` to (size, offset, shape) for the values in main memory's temporary allocation."""
     values: dict[Key, tuple[int, int, str]] = {}
     inside = False
     for line in assignment.splitlines():

@@ -180,7 +180,8 @@ def _found(
 
 
 def _parts(computation: Computation, instruction: Instruction) -> list[tuple[str, int]]:
-    """Returns (dtype, bytes) of each array that a collective transfers; it may have several operands."""
+    """Returns a pair (dtype, bytes) for each array that a collective transfers. A collective may have several
+    operands."""
     operands = [shape for operand in computation.operands(instruction) for shape in operand.shapes]
     if instruction.opcode.startswith("ragged"):
         operands = operands[:1]

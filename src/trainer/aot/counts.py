@@ -26,8 +26,8 @@ from trainer.aot.opcodes import ELEMENTWISE, FREE, TRANSCENDENTAL
 
 MAIN_MEMORY = 0
 HOST_MEMORY = 5  # pinned memory of the host on every platform: xla/layout.h, Layout::kHostMemorySpace
-# Instructions that write only a part of their first operand, with the index of the operand that holds this part. For a
-# scatter within a fusion, XLA counts the whole first operand, and so does `Counter` if `rolled`.
+# Maps an instruction that writes only a part of its first operand to the index of the operand that holds this part. For
+# a scatter within a fusion, XLA counts the whole first operand, and so does `Counter` if `rolled`.
 _IN_PLACE = {"dynamic-update-slice": 1, "scatter": -1}
 _ALIASED = "output_to_operand_aliasing"
 _OVERLAPPED = "async_collective_fusion"
@@ -111,7 +111,8 @@ class Counter:
         return self.single[computation.name, i.name]
 
     def dearest(self, conditional: Instruction, fused: bool = False) -> str:
-        """Returns the name of the branch with the most operations. Among equal ones, memory traffic decides."""
+        """Returns the name of the branch with the most operations. Between branches with equally many, memory traffic
+        decides."""
 
         def price(name: str) -> tuple[float, float]:
             totals = self.computation(name, fused)
@@ -256,8 +257,8 @@ class Counter:
     def _in_flight(self, inside: Computation) -> set[str]:
         """Returns the names of the arrays in a fusion that belong to a collective that overlaps the fusion.
 
-        A TPU's module repeats such a collective in every fusion that it overlaps; its bytes count only in its start and
-        done instructions.
+        A TPU's module repeats such a collective in every fusion that the collective overlaps. The bytes of the
+        collective count only in its start and done instructions.
         """
         if self.rolled or not inside.name.startswith(_OVERLAPPED):
             return set()

@@ -22,7 +22,7 @@ from trainer.config.keys import Config
 from trainer.config.paths import local_path
 from trainer.runtime.storage import why_not_writable
 
-# Suffixes of the file names; the prefixes differ between the TPU's and the CPU's compiler.
+# Suffixes of the file names; the prefixes differ between the TPU compiler and the CPU compiler.
 _PARTITIONED = "after_*spmd-partitioning.before_*"
 _OPTIMIZED = "after_optimizations.txt"
 _ASSIGNMENT = "after_optimizations-buffer-assignment.txt"
@@ -30,8 +30,8 @@ _LIVE_RANGE = "after_optimizations-live-range.txt"
 
 
 class Dump(NamedTuple):
-    """The dumps of one compilation. A text is "" if the compiler did not write its file. For one device, it does not
-    write `partitioned`."""
+    """The dumps of one compilation. A text is "" if the compiler did not write the corresponding file. For a single
+    device, the compiler does not write `partitioned`."""
 
     partitioned: str
     optimized: str

@@ -60,8 +60,8 @@ def origin_of(config: Config, devices: Sequence[jax.Device], args: Any) -> Origi
     ]
     return {
         "configuration": {name: _plain(config[name]) for name in keys}
-        # The step depends on only one property of the data: the maximum number of documents per row, if the attention
-        # kernel reads the lengths of documents.
+        # If the attention kernel reads document lengths, the step depends on the maximum number of documents per row.
+        # It depends on no other property of the data.
         | {"documents of a row": read_documents(config, compute_capability(devices))},
         "devices": {
             "kind": first.device_kind,
@@ -84,7 +84,7 @@ def save(path: Path, compiled: Any, origin: Origin) -> None:
     The file appears at `path` only when it is complete.
 
     Raises:
-      UserError: the path cannot be written, or XLA would confuse arrays of the step after loading it.
+      UserError: the path cannot be written, or XLA would confuse the arrays of the loaded step.
     """
     from jax.experimental import serialize_executable
 
@@ -162,7 +162,7 @@ def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]
     for group, values in here.items():
         old = there.get(group, {})
         if group == "arguments" and lines:
-            break  # differences of arguments follow from the earlier differences
+            break  # the differences found so far explain differences of arguments
         changed = [name for name in {**old, **values} if old.get(name) != values.get(name)]
         for name in changed[:8]:
             what = name if group == "configuration" else f"{group.rstrip('s')} {name}"
@@ -198,9 +198,9 @@ def _machine() -> str:
 
 
 def source_of_block(config: Config) -> dict[str, str]:
-    """Returns a digest of the source files of a user's family and blocks, including their imports from the same folder
-    or package, in a dict. The dict's only key is a description of the digest for messages. Returns {} for a built-in
-    family."""
+    """Returns a dict with one entry. Its key is a description for messages; its value is a digest of the source files
+    of a custom model family and its blocks. The digest includes modules that these files import from the same folder or
+    package. Returns {} for a built-in family."""
     if ":" not in config.decoder_block:
         return {}
     classes = map(block_class, blocks(stacks(config)))

@@ -24,7 +24,7 @@ class Target:
     cores: int
     fpus: int  # per core
     shared: int  # shared memory per core in bytes
-    bandwidth: int  # of memory, in bytes per second
+    bandwidth: int  # bandwidth of the GPU's memory in bytes per second
     cache: int  # L2 cache in bytes
     clock: float  # GHz
 

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-# Bits per element of dtypes that `bits` does not parse. Tokens and opaque values take no memory. A pred takes a byte.
+# Bits per element of dtypes that the function `bits` does not parse. Tokens and opaque values take no memory. A pred
+# takes a byte.
 BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128, "bf16": 16}
 
 _LEAF = re.compile(r"(\w+)\[([\d,<= ]*)\](\{[^{}]*\})?")
@@ -119,7 +120,7 @@ class Computation:
         return sorted(arguments, key=lambda i: int(i.arguments))
 
     def users(self) -> dict[str, list[Instruction]]:
-        """Returns, for the name of each instruction, the instructions that use its result."""
+        """Returns a dict from the name of each instruction to the instructions that use its result."""
         users: dict[str, list[Instruction]] = {name: [] for name in self.instructions}
         for instruction in self:
             for name in dict.fromkeys(instruction.operands):
@@ -206,7 +207,8 @@ def _instruction(name: str, rest: str) -> Instruction:
 
 
 def _add_element(computation: Computation, types: dict[str, str], name: str) -> None:
-    """Adds the get-tuple-element that the operand `tuple#index` stands for, unless that instruction exists.
+    """If the operand `name` has the form `tuple#index`, adds the get-tuple-element instruction with this name, unless
+    it exists.
 
     `types` maps each instruction name of the computation to text that begins with the instruction's shape.
     """
@@ -255,7 +257,7 @@ def _shape(dtype: str, dims: str, layout: str | None) -> Shape:
 
 
 def _frames(text: str) -> dict[int, tuple[str, int]]:
-    """Returns `stack_frame_id` -> (file, line), from the tables before the first computation.
+    """Returns a dict from `stack_frame_id` to (file, line), read from the tables before the first computation.
 
     The source line is that of the innermost frame of the call stack outside of installed packages or, if there is no
     such frame, of the innermost frame. `parent_frame_id` is the parent's number plus 1, so 1 means no parent.

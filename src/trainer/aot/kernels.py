@@ -101,7 +101,8 @@ def _splash(products: int, suffix: str, resident: int = 2, keys_resident: bool =
         block_q, block_kv = (blocks.get(f"block_{side}{suffix}", length) for side in ("q", "kv"))
         keys = _length_and_width(key, "k", call)[0]
         rows, columns, shares = length // block_q, keys // block_kv, keys // length
-        # The grid's width is the largest number of blocks that a row visits. A sliding window reduces it.
+        # The grid's width is the largest number of blocks that any row of score blocks visits. A sliding window reduces
+        # this number.
         grid = operands[0].dims if operands[0].dtype[0] in "su" else (rows, columns)
         steps = grid[-2] * shares if keys_resident else grid[-1]
         visited = heads * _visited(rows * shares, columns, block_q, block_kv, steps, keys_resident) / shares
@@ -117,16 +118,16 @@ def _splash(products: int, suffix: str, resident: int = 2, keys_resident: bool =
 
 
 def _length_and_width(shape: Shape, tensor: str, call: Instruction) -> tuple[int, ...]:
-    """Returns the number of tokens and the head width of the queries (`tensor` is "q") or the keys ("k"), whose layout
-    depends on the call."""
+    """Returns (number of tokens, head width) of the queries if `tensor` is "q", or of the keys if it is "k". The order
+    of the last two axes of `shape` depends on the call."""
     layout = re.search(rf'\\"{tensor}_layout\\": (\d+)', call.text)
     seq_minor = layout is not None and layout[1] == "2"  # QKVLayout.SEQ_MINOR
     return shape.dims[-2:][::-1] if seq_minor else shape.dims[-2:]
 
 
 def _visited(rows: int, columns: int, block_q: int, block_kv: int, steps: int, keys_resident: bool) -> int:
-    """Returns the number of score blocks that a causal kernel visits: at most `steps` per row, or per column if
-    `keys_resident`."""
+    """Returns the number of score blocks that a causal kernel visits: at most `steps` per row of blocks or, if
+    `keys_resident` is true, per column of blocks."""
     if keys_resident:
         return sum(min(steps, rows - j * block_kv // block_q) for j in range(columns))
     return sum(min(steps, -(-(i + 1) * block_q // block_kv)) for i in range(rows))
@@ -179,7 +180,8 @@ def _number(call: Instruction, name: str, default: int) -> int:
 
 
 def _without_workspace(call: Instruction, operands: Sequence[Shape]) -> float:
-    """Returns the bytes of operands and results. The last of several results is a workspace and does not count."""
+    """Returns the total bytes of the operands and results. If there are several results, the last one is a workspace
+    and is not counted."""
     results = call.shapes if len(call.shapes) == 1 else call.shapes[:-1]
     return float(sum(shape.bytes for shape in (*operands, *results)))
 

@@ -9,8 +9,8 @@ from jax.extend.core.primitives import name_p, remat_p, scan_p, sharding_constra
 
 
 def recomputed(jaxpr: Any, platform: str) -> dict[str, int]:
-    """Returns the tensors with a `checkpoint_name` that checkpointed blocks recompute in the backward pass. Each name
-    maps to the bytes per device that its tensors would take if the forward pass saved them.
+    """Returns the tensors with a `checkpoint_name` that checkpointed blocks recompute in the backward pass: a dict from
+    each name to the bytes per device that the tensors of this name would take if the forward pass saved them.
 
     In a gradient's jaxpr, a `remat2` equation contains the recomputation of a block, restricted to the tensors that the
     backward pass reads and the policy does not save. This equation is inside the loop over layers, which runs in

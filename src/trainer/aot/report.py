@@ -18,7 +18,8 @@ from trainer.models.stages import stage_text
 
 _TEMPORARIES = re.compile(r"^allocation \d+: size (\d+),(?: color 0,)? page \d+, preallocated-temp:", re.MULTILINE)
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-# Matches the TPU compiler's message about a step that does not fit, including the size that it reports.
+# Matches the TPU compiler's message about a step that does not fit. The groups are the number and the unit of the size
+# that the message reports.
 OUT_OF_MEMORY = re.compile(
     r"(?:CompileTimeHbmOom|Ran out of memory in memory space hbm).*?([\d.]+)([KMGT]?)\b", re.DOTALL
 )
@@ -170,12 +171,14 @@ def make_report(
     state = {name: sum(leaf.bytes for leaf in leaves(part)) for name, part in parts.items()}
     shapes = [shape for leaf in leaves(parts["parameters"]) for shape in (leaf.dims, leaf.global_dims)]
     memory = memory_of(compiled) if compiled is not None else _memory_of_failure(failure, dump, sum(state.values()))
-    # Prefer the dumped text: jaxlib cannot print every program of a newer libtpu (llama3.1-70b on v5p with 0.0.51).
+    # Prefer the dumped text: jaxlib cannot print every program of a newer libtpu. An example is llama3.1-70b on v5p
+    # with libtpu 0.0.51.
     text = dump.optimized or (compiled.as_text() if compiled is not None else "")
-    # On GPUs, count collectives in the optimized module, which contains each one once, in the form in which it runs.
+    # On GPUs, count collectives in the optimized module, which contains each collective once and in the form in which
+    # it runs.
     partitioned = dump.partitioned if first.platform != "gpu" else ""
     cost = analyze(text, step.mesh, partitioned or None)
-    rolled = (compiled.cost_analysis() if compiled is not None else None) or {}  # no analysis for absent GPUs
+    rolled = (compiled.cost_analysis() if compiled is not None else None) or {}  # None for absent GPUs
     return Report(
         topology=step.config.compile_topology,
         num_slices=num_slices,
@@ -202,7 +205,7 @@ def make_report(
 
 def _fits(compiled: Any | None, memory: Memory, chip: Chip | None) -> bool | None:
     """Returns whether the step fits: the compiler accepted it, and its peak including arguments is within the HBM.
-    None for simulated devices."""
+    Returns None for simulated devices."""
     if chip is None:
         return None
     return compiled is not None and memory.peak <= chip.usable
@@ -217,8 +220,8 @@ def memory_of(compiled: Any) -> Memory:
         outputs=stats.output_size_in_bytes,
         aliased=stats.alias_size_in_bytes,
         temporaries=stats.temp_size_in_bytes,
-        # Not the compiler's own peak: on CPUs, it omits temporaries; libtpu's omits fragmentation and includes other
-        # memory spaces.
+        # The peak that the compiler reports is not used: on CPUs, it omits temporaries; on TPUs, it omits fragmentation
+        # and includes other memory spaces.
         peak=taken + stats.temp_size_in_bytes,
         code=stats.generated_code_size_in_bytes,
         host=stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes,

@@ -26,7 +26,8 @@ class Estimate(NamedTuple):
       exposed_network_seconds: the part of ici_seconds + dcn_seconds for which the device waits.
       exposed_host_seconds: the part of host_seconds for which the device waits.
       bound: the name of the longest part: "compute", "memory", "network" or "host".
-      lower_bound: whether all times are only lower bounds, because a loop with an unknown trip count counts once.
+      lower_bound: whether a loop has an unknown trip count. Such a loop counts once, so all times are only lower
+        bounds.
     """
 
     seconds: float
@@ -50,8 +51,8 @@ def estimate(cost: Cost, chip: Chip, devices: int, slices: int = 1) -> Estimate:
     Assumptions: every part runs at the chip's peak rate; elementwise operations cost only memory traffic; a collective
     uses rings in both directions of one torus dimension, or of all dimensions if it spans all devices of a slice; rings
     are closed (small slices lack the wraparound links and are half as fast); collectives share no links; latencies are
-    zero. Collectives that do not run in every step are left out. A collective over several slices runs within each
-    slice first, so that every device sends an equal share to other slices. A loop with an unknown trip count runs once.
+    zero. Collectives that do not run in every step are ignored. A collective over several slices runs within each slice
+    first, so that every device sends an equal share to other slices. A loop with an unknown trip count runs once.
 
     The network time is computed from `cost.collectives`, which on TPUs are counted before optimization, whereas the
     schedule is from the optimized module. The exposed network time is therefore `ici_seconds + dcn_seconds` times the

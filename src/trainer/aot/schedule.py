@@ -10,8 +10,8 @@ between HBM and VMEM, uses the time in which other instructions leave HBM idle.
 
 Start and end instructions have these forms:
   `X-start` and `X-done` for a collective or a copy X.
-  `async-start`, `async-update` and `async-done`. A called computation contains the operation.
-  On a TPU: a fusion that contains the custom call AsyncCollectiveStart, and one that contains AsyncCollectiveDone. The
+  `async-start`, `async-update` and `async-done`. The operation is in the computation that these instructions call. On a
+  TPU: a fusion that contains the custom call AsyncCollectiveStart, and one that contains AsyncCollectiveDone. The
     fusions in between repeat the collective with the same channel_id.
   `send` and `recv-done` of MegaScale, for transfers between slices of TPUs.
 """
@@ -63,8 +63,8 @@ Event = Work | Start | Done | Loop
 
 
 def schedule_of(counter: Counter, mesh: Any = None) -> tuple[Event, ...]:
-    """Returns the events of one step, from the optimized module of `counter`. Of a conditional, only the most expensive
-    branch is included, without its collectives, which may not run in every step. `mesh`: as for
+    """Returns the events of one step, from the optimized module of `counter`. For a conditional, includes only the most
+    expensive branch, without the branch's collectives, because they may not run in every step. `mesh`: as for
     `aot.collectives.collectives`."""
     return tuple(_Reader(counter, mesh).events(counter.module.entry, False))
 
@@ -76,7 +76,8 @@ class _Reader:
         self.overlapped = {_channel(i) for found in marked for each in found.values() for i in each}
 
     def events(self, name: str, conditional: bool) -> Iterator[Event]:
-        """Yields a computation's events. `conditional`: whether the computation is in a branch of a conditional."""
+        """Yields the events of the computation `name`. `conditional`: whether the computation is in a branch of a
+        conditional."""
         computation = self.module.computations[name]
         for i in computation:
             if i.opcode == "while":
@@ -113,7 +114,7 @@ class _Reader:
                 yield Done(key)
 
     def _collectives(self, computation: Computation, i: Instruction) -> Iterator[Collective]:
-        """Yields the transfers of an instruction, except collectives that start and end in different fusions."""
+        """Yields the collectives of an instruction, except those that start and end in different fusions."""
         if i.opcode.removesuffix("-start") in KINDS:
             yield from self._executed(computation, i)
         elif i.opcode in ("fusion", "fusion-start", "async-start"):
@@ -134,7 +135,8 @@ class _Reader:
         yield from (each for each in executed(self.layout, computation, collective) if each.devices > 1)
 
     def _marked(self, computation: Computation) -> dict[str, list[Instruction]]:
-        """Returns the collectives that a fusion starts (key "Start") and that it finishes (key "Done")."""
+        """Returns a dict with two optional keys: "Start" for the collectives that a fusion starts, and "Done" for the
+        collectives that it finishes."""
         found: dict[str, list[Instruction]] = {}
         for i in computation:
             if i.opcode == "custom-call" and (mark := _TARGET.search(i.text)):
@@ -215,8 +217,8 @@ class _Clock:
         self.free = {"ici": 0.0, "dcn": 0.0, "host": 0.0}  # when each link becomes free
         self.behind = 0.0  # seconds of HBM traffic of all transfers started so far
         self.served = 0.0  # the part of `behind` that HBM has served
-        self.unused = 0.0  # seconds in which HBM was idle
-        # The key of a transfer in flight -> (the time of its end, the kind of its link, `behind` after its start).
+        self.unused = 0.0  # seconds in which no instruction or transfer used HBM
+        # Transfers that have started but not ended: key -> (end time, kind of link, value of `behind` after the start).
         self.ends: dict[str, tuple[float, str, float]] = {}
 
     @property

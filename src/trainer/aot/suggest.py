@@ -22,7 +22,7 @@ from trainer.models.families import family
 from trainer.observe.text import si
 
 EVERYTHING = ("context", *PROJECTIONS)
-# Policies, from the most saved tensors to the fewest, and a description of each policy's recomputation.
+# Policies, ordered from the most to the fewest saved tensors, each with a description of what it recomputes.
 _RECOMPUTED = {
     "minimal_with_context": "norms and activation functions are recomputed",
     "save_dot_with_context_except_mlp": "the MLP's input projections are recomputed",
@@ -35,7 +35,8 @@ UNCERTAINTY, _USABLE = 1.25, 0.9
 
 
 class Suggestion(NamedTuple):
-    """Settings for the command line, a description of their price, and whether they shrink the train state."""
+    """A suggestion to change settings. `settings`: key=value arguments for the command line. `price`: a description of
+    what the change costs. `state`: whether the change shrinks the train state."""
 
     settings: str
     price: str
@@ -78,8 +79,8 @@ def affordable(config: Config, jaxpr: Any, platform: str, needed: int, available
     and fit with a margin; None if no policy qualifies or the answer is unknown.
 
     The answer is unknown if `config`'s policy offloads tensors or chooses them one by one (custom), if a pipeline
-    checkpoints each layer, and with rollouts, which need more memory. The policy `none` is never returned, because the
-    size of the tensors that only `none` saves is unknown.
+    checkpoints each layer, or if the run makes rollouts, which need more memory. The policy `none` is never returned,
+    because the size of the tensors that only `none` saves is unknown.
 
     Args:
       config: the resolved configuration.
@@ -113,7 +114,7 @@ def _accepted(config: Config, changes: dict[str, Any], check: Callable[[dict[str
     return True
 
 
-# (changed keys, their price, whether they shrink the train state)
+# (changed keys with their new values, a description of the cost, whether the change shrinks the train state)
 Candidate = tuple[dict[str, Any], str, bool]
 
 
@@ -141,8 +142,8 @@ def _recompute(config: Config) -> Iterator[Candidate]:
 
 
 def _kept(config: Config) -> set[str]:
-    """Returns the tensors that blocks save on the device in addition to their inputs. "everything" stands for all
-    unnamed tensors."""
+    """Returns the names of the tensors that blocks save on the device in addition to their inputs. The name
+    "everything" stands for all unnamed tensors."""
     if config.remat_policy == "none":
         return {*EVERYTHING, "everything"}
     if config.remat_policy == "custom":

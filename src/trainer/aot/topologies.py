@@ -1,4 +1,4 @@
-"""Returns the devices to compile for, which this machine may lack."""
+"""Creates the devices to compile for, which this machine may lack."""
 
 import importlib.util
 

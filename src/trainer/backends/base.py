@@ -41,7 +41,7 @@ class Model(Protocol):
     def init(self, key: jax.Array) -> tuple[Any, Any]:
         """Returns the initial (params, rest), nested dicts with canonical names as keys.
 
-        The same key gives the same values in every combination.
+        The values depend on `key`, but not on the combination of flags.
         """
 
     def apply(
@@ -59,16 +59,16 @@ class Model(Protocol):
     ) -> tuple[Any, Sown, Any]:
         """Runs the model and returns (result, the sown values of the types in `capture`, the new cache).
 
-        `method` is "hidden" (inputs: tokens, positions, segments, row; see `models.transformer`) or "head" (inputs:
-        hidden states; runs only the output head). `cache`, `key`, `sampled`, `ranks` and `ahead` are
-        passed only to "hidden".
+        `method` is "hidden" or "head". The `inputs` of "hidden" are tokens, positions, segments and row (see
+        `models.transformer`). "head" runs only the output head; its only input is the hidden states. `cache`, `key`,
+        `sampled`, `ranks` and `ahead` are passed only to "hidden".
         """
 
     def abstract_train_state(self, tx: optax.GradientTransformation) -> Any:
         """Returns the native train state for the optimizer `tx`, as ShapeDtypeStructs. Nothing is allocated."""
 
     def canonical(self, path: Path) -> Path:
-        """Converts a leaf's path in a native train state, with any optimizer, to the leaf's path in a TrainTree."""
+        """Returns the path in a TrainTree of the leaf that is at `path` in a native train state, for any optimizer."""
 
 
 class Codec(Protocol):
@@ -133,6 +133,6 @@ class StateCodec:
 
 @contextlib.contextmanager
 def tree_mode() -> Iterator[None]:
-    """A context in which NNX modules are plain pytrees and their logical axis names need no mesh."""
+    """A context in which NNX modules are plain pytrees, and in which logical axis names can be used without a mesh."""
     with nnx.set_graph_mode(False), nnx.set_graph_updates(False), nnx.use_eager_sharding(False):
         yield

@@ -53,7 +53,7 @@ class NNXModel:
             return init_variables(self.config, key, self._initial_decoder())
 
     def apply(self, params, rest, *inputs, method="hidden", capture=(), **given) -> tuple[Any, sown.Sown, Any]:
-        """See `Model.apply`. `given`: the keyword arguments of "hidden"."""
+        """See `Model.apply`. `given`: the keyword arguments of the method "hidden"."""
         with tree_mode():
             model = nnx.merge(self._graphdef, self._variables.pack({"params": params, "rest": rest}))
             if method == "head":
@@ -77,7 +77,7 @@ class NNXModel:
 
 
 def canonical(path: Path, param_paths: set[Path]) -> Path:
-    """Converts a leaf's path in a split TrainStateNNX to the leaf's path in the TrainTree.
+    """Returns the path in the TrainTree of the leaf that is at `path` in a split TrainStateNNX.
 
     `param_paths`: the paths of the model's parameters.
     """
@@ -94,8 +94,7 @@ def canonical(path: Path, param_paths: set[Path]) -> Path:
 def axes_of_params(params: nnx.State, leading: Callable[[str], Sequence[str]]) -> dict:
     """Returns the logical axis names of each array in a model's Params, with the tree structure of params.
 
-    `leading` returns the leading axes of the parameter with a given name. They are used if the parameter has no axis
-    names.
+    `leading`: a function from a parameter's name to the names of its leading axes, for parameters without axis names.
     """
 
     def names(path: tuple[Any, ...], variable: nnx.Variable) -> Any:
@@ -105,7 +104,8 @@ def axes_of_params(params: nnx.State, leading: Callable[[str], Sequence[str]]) -
 
 
 def axes_of_buffers(rest: nnx.State) -> dict:
-    """Returns the logical axis names of each of a model's buffers. If a buffer has no axis names, they are None."""
+    """Returns the logical axis names of each of a model's buffers: one None per axis for a buffer without axis
+    names."""
 
     def names(path: tuple[Any, ...], variable: nnx.Variable) -> Axes:
         given = variable.get_metadata().get("out_sharding")
@@ -115,7 +115,7 @@ def axes_of_buffers(rest: nnx.State) -> dict:
 
 
 def _of_variables(fn: Callable[..., Any], state: nnx.State) -> dict:
-    """Returns `fn(path, variable)` for each variable, in nested dicts."""
+    """Returns nested dicts with the result of `fn(path, variable)` for each variable."""
     return jax.tree_util.tree_map_with_path(
         fn,
         nnx.to_pure_dict(state, extract_fn=lambda variable: variable),

@@ -46,7 +46,8 @@ def make_train_state(model: nnx.Module, tx: optax.GradientTransformation) -> Tra
 
 
 def over_dicts(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Returns `tx`, wrapped so that it receives nested dicts in place of `nnx.State`s, also in extra arguments.
+    """Returns `tx`, wrapped so that it receives nested dicts in place of `nnx.State`s. Extra arguments are converted,
+    too.
 
     An optimizer's masks, labels and Muon dimensions are functions of the names and shapes of parameters. With nested
     dicts, neither these functions nor the summation order of a global norm depend on the module system.

@@ -43,7 +43,7 @@ from trainer.products.context import Context
 from trainer.products.plain import GroupedProduct, Kernel, Product, Rules, make_plain, maker
 
 # Returns parameters as a nested dict, given a canonical path and a number. The number selects a layer of the stack at
-# the path; examples are ("decoder/layers", 3) and ("decoder/layers/layers_1", 0). If the number is None, the path is
+# this path; examples are ("decoder/layers", 3) and ("decoder/layers/layers_1", 0). If the number is None, the path is
 # that of a part outside of the stacks; examples are ("token_embedder", None) and ("decoder/decoder_norm", None).
 Read = Callable[[str, int | None], Mapping[str, Any]]
 # Quantizes a kernel: (canonical name, kernel [*groups, in, out], statistics) -> (the stored form of the kernel, the
@@ -77,11 +77,13 @@ def calibrate(
     hessian: bool,
     say: Callable[[str], None] = lambda line: None,
 ) -> Iterator[Layer]:
-    """Quantizes the kernels for whose canonical name `chosen` returns True, one layer after another.
+    """Quantizes the kernels for whose canonical name `chosen` returns True. Yields the result for one layer after
+    another.
 
     `quantize` is never called for the embedding table (tied to the head or not) or for modules of multi-token
-    prediction, even if `chosen` selects them. The caller may leave them float or round them. The configuration's
-    dropout, token dropping and `quantization` have no effect. This runs on one device, so no mesh may be active.
+    prediction, even if `chosen` selects them. The caller may keep these parameters in floating point or round them
+    without calibration. The configuration's dropout, token dropping and `quantization` have no effect. This runs on one
+    device, so no mesh may be active.
 
     Args:
       config: the resolved configuration.
@@ -94,8 +96,7 @@ def calibrate(
 
     Raises:
       UserError: the family defines the product of a chosen kernel, no kernel is chosen, the model uses weight sparsity
-        or a user's Linen block, every token is padding, or the hidden states need more than half of the host's
-        memory.
+        or a custom Linen block, every token is padding, or the hidden states need more than half of the host's memory.
     """
     _check(config, chosen)
     contexts, hidden = texts = _embedded(config, batches, read)
@@ -148,7 +149,7 @@ class _Texts(NamedTuple):
 
 
 def _embedded(config: Config, batches: Iterable[Mapping[str, Any]], read: Read) -> _Texts:
-    """Returns the context of each batch, and the first layer's input as its hidden states.
+    """Returns the context of each batch and, as the batch's hidden states, the input of the first layer.
 
     Raises:
       UserError: every token is padding, or the hidden states before and after a layer need more than half of the
@@ -178,7 +179,7 @@ def _embedded(config: Config, batches: Iterable[Mapping[str, Any]], read: Read) 
 class _Block:
     """A block that records statistics of the inputs of its chosen kernels.
 
-    Kernels have names relative to the block, so that equal blocks of a pattern share compiled programs.
+    Kernels have names relative to the block, so that identical blocks share compiled programs.
     """
 
     def __init__(self, config: Config, make: Any, path: str, chosen: Callable[[str], bool], recorder: Recorder):
@@ -204,8 +205,8 @@ class _Block:
         return self.recorder.product(kernel, name) if name in self.kernels else make_plain(kernel, rngs=rngs)
 
     def variables(self, params: Mapping[str, Any], rest: Mapping[str, Any], number: int) -> dict[str, Any]:
-        """Returns the variables of layer `number` by name. `params`: the layer's parameters; `rest`: all buffers of the
-        model."""
+        """Returns a dict from names to the variables of layer `number`. `params`: the layer's parameters; `rest`: all
+        buffers of the model."""
         buffers: Any = rest
         for name in self.path.split("/"):
             buffers = buffers.get(name, {})
@@ -216,7 +217,7 @@ class _Block:
         return _run(self.graphdef, self.recorder, self._states(held), x, context)
 
     def record(self, held: dict[str, Any], hidden: Iterable[jax.Array], contexts: Iterable[Context]) -> Any:
-        """Returns the statistics of each chosen kernel over all batches."""
+        """Returns a dict from the name of each chosen kernel to its statistics over all batches."""
         found = {name: empty(kernel, self.recorder.hessian) for name, kernel in self.kernels.items()}
         states = self._states(held)
         for x, context in zip(hidden, contexts, strict=True):
@@ -257,13 +258,14 @@ def _record(
 def _traced(
     graphdef: Any, recorder: Recorder, states: list[nnx.State], x: jax.Array, context: Context
 ) -> tuple[jax.Array, dict[str, Statistics]]:
-    """Runs the block. Without dropout, all layers have the same context: `Context.at` changes only the dropout key."""
+    """Runs the block. There is no dropout, so all layers can have the same context: `Context.at` would change only the
+    dropout key."""
     with tree_mode():
         return recorder.collect(lambda: nnx.merge(graphdef, *states)(x, None, context)[0])
 
 
 def _values(state: nnx.State, tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values that `tree`, a nested dict, contains for the variables of `state`, by the variables' names."""
+    """Returns a dict from the name of each variable of `state` to its value in the nested dict `tree`."""
 
     def at(path: Iterable[Any]) -> Any:
         found: Any = tree
@@ -293,7 +295,7 @@ def _module(make: Callable[[nnx.Rngs], Any], params: Mapping[str, Any]) -> Any:
 
 
 def _quantized(quantize: Quantize, kernel: Kernel, value: Any, found: Statistics) -> tuple[Any, jax.Array]:
-    """Calls `quantize` for the array `value` of a kernel. Returns the kernel's stored form, and its dequantized array
+    """Calls `quantize` for the array `value` of a kernel. Returns the kernel's stored form, and the dequantized kernel
     with the shape and dtype of `value`."""
     value = jnp.asarray(value)
     groups = (kernel.groups,) * bool(kernel.groups)

@@ -27,8 +27,8 @@ class Calibrated:
     """The quantized kernels of a model, in temporary files. As a context manager, it removes the files at exit."""
 
     def __init__(self, kernels: Mapping[str, Kernel], storage: Storage, folder: Path):
-        """`folder`: the folder for temporary files. They take at most the size of the float model and of the quantized
-        model together."""
+        """`folder`: the folder for temporary files. They take at most as much space as the float model and the
+        quantized model together."""
         self._kernels, self._storage = kernels, storage
         self._folder = tempfile.TemporaryDirectory(prefix="calibration-", dir=folder)
         self._found: dict[str, dict[str, np.ndarray]] = {}
@@ -53,7 +53,8 @@ class Calibrated:
 
         Args:
           config: the resolved configuration of the float model.
-          stored: for each kernel, by canonical name, a pytree of ShapeDtypeStructs that describes its stored form.
+          stored: a dict from the canonical name of each kernel to a pytree of ShapeDtypeStructs that describes the
+            kernel's stored form.
           leaves: the float weights and the buffers, by canonical name.
           batches, say: see `calibrate`.
           algorithm: "awq" or "gptq".
@@ -123,7 +124,8 @@ class _Reader:
 
 
 def _on_disk(folder: Path, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Returns an array that is memory-mapped to a new file. NumPy cannot map every dtype, so this maps bytes.
+    """Returns an array that is memory-mapped to a new file. NumPy cannot map every dtype, so the file is mapped as
+    bytes and then viewed as `dtype`.
 
     Raises:
       UserError: the disk is too full.

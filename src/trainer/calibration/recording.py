@@ -33,11 +33,11 @@ class Statistics(NamedTuple):
     hessian: jax.Array | None  # [*groups, in, in], sums of x x^T; None if not collected
 
     def mean_abs(self) -> jax.Array:
-        """Returns the mean of |x|: [*groups, in]; 0 for an expert without tokens."""
+        """Returns the means of |x|, [*groups, in]. They are 0 for an expert without tokens."""
         return self.absolute / jnp.maximum(self.rows, 1)[..., None]
 
     def plus(self, other: "Statistics") -> "Statistics":
-        """Returns the statistics over the inputs of `self` and of `other`."""
+        """Returns the statistics over the inputs of both `self` and `other`."""
         return jax.tree.map(jnp.add, self, other)
 
 
@@ -107,7 +107,8 @@ class Recorder:
 
 @dataclass(frozen=True)
 class _Score:
-    """A `Score` that records its result, so that experts know which of their rows are padding."""
+    """A `Score` that records the routing that it returns, so that `_Grouped` can determine which rows of the experts
+    are padding."""
 
     recorder: Recorder
     score: Any

@@ -1,7 +1,7 @@
 """Reads conversations from records.
 
 A record has a column of messages, the columns of a prompt and its completion, or the columns of a prompt and two
-answers. A user's function can convert other records.
+answers. Other records can be converted by a function that the user supplies (see `Formatter`).
 """
 
 import functools
@@ -25,14 +25,15 @@ Message = dict[str, Any]
 # ShareGPT's names for roles.
 _SHARED = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 _MARKS = re.compile(f"[{MARKS}]")
-# The sets of columns that a user's function may return: for a conversation, and for a pair of answers.
+# The sets of columns that the user's formatting function may return for a conversation and for a pair of answers.
 _CONVERSATION = (("messages",), ("prompt", "completion"))
 _PREFERENCE = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))
 _HINT = "convert the data, or let your function convert them: formatting_func_path=package.module:function"
 
 
 class Conversation(NamedTuple):
-    """Messages, and the tools that a template describes to the model; None without tools."""
+    """Messages, and the tools that a template describes to the model. `tools` is None for a conversation without
+    tools."""
 
     messages: list[Message]
     tools: Any = None
@@ -41,8 +42,8 @@ class Conversation(NamedTuple):
 class Preference(NamedTuple):
     """Two answers to a prompt, each a complete conversation or text that includes the prompt.
 
-    `prompt` is the number of messages in the prompt; 0 for texts. Both answers are empty if the record's prompt or one
-    of its answers is empty.
+    `prompt` is the number of messages in the prompt; 0 for texts. If the prompt or an answer in the record is empty,
+    both `chosen` and `rejected` are empty.
     """
 
     chosen: list[Message] | str = ""
@@ -53,7 +54,8 @@ class Preference(NamedTuple):
 
 @dataclass(frozen=True)
 class Formatter:
-    """A user's function that converts records: it receives a dict of columns and returns one, such as {messages: ...}.
+    """A function of the user that converts records: it receives a dict of columns and returns another such dict, for
+    example {"messages": ...}.
 
     Attributes:
       path: package.module:function, or package.module.function as in MaxText.
@@ -96,8 +98,9 @@ class Formatter:
 def conversation(record: Record, columns: Sequence[str], formatter: Formatter | None) -> tuple[Conversation, int]:
     """Returns the conversation of a record and the number of replaced characters.
 
-    The conversation has no messages if the record has none, or if its prompt or completion is empty. U+FFFD replaces
-    lone surrogates, and the Unicode noncharacters with which `chat.template` marks text.
+    The conversation has no messages if the record has none, or if the record's prompt or completion is empty. The
+    replaced characters are lone surrogates and the Unicode noncharacters with which `chat.template` marks text. Their
+    replacement is U+FFFD.
 
     Raises:
       UserError: the record contains no conversation. The error names the record and describes its content.
@@ -162,11 +165,12 @@ class _Reader:
     def formatted(
         self, named: dict[str, Any], formatter: Formatter, forms: Sequence[tuple[str, ...]]
     ) -> dict[str, Any]:
-        """Returns the columns that a user's function returns. They must include all columns of one of `forms`."""
+        """Returns the columns that the user's function returns for a record. They must include all columns of one of
+        `forms`."""
         function, arguments = formatter.function, formatter.arguments
         try:
             result = function(named, **arguments)
-        except Exception as error:  # a user's function can raise any exception
+        except Exception as error:  # the function can raise any exception
             raise self.error(f"{formatter.path} failed: {failure(error)}") from error
         if not isinstance(result, Mapping):
             result = {"messages": result}
@@ -179,14 +183,15 @@ class _Reader:
         )
 
     def side(self, value: Any, column: str, role: str) -> list[Message]:
-        """Returns the messages of a prompt or a completion; [] if it is empty."""
+        """Returns the messages of the prompt or completion `value`; [] if it is empty."""
         value = _value(value)
         if not isinstance(value, str | bytes) and value is not None:
             return self.messages(value, column)
         return self.spoken(self.text(value, column), role)
 
     def said(self, value: Any, column: str) -> str | list[Message]:
-        """Returns the text or the messages in `value`. Text that contains messages as JSON is parsed."""
+        """Returns the text or the list of messages in `value`. If the text is JSON of messages, returns these
+        messages."""
         value = _value(value)
         text = self.text(value, column) if isinstance(value, str | bytes | None) else ""
         is_text = isinstance(value, str | bytes | None) and not (text.startswith("[") and _is_of_messages(text))
@@ -211,7 +216,8 @@ class _Reader:
         return [self.message(one, f"{column}[{i}]") for i, one in enumerate(found)]
 
     def listed(self, value: Any, column: str) -> list[Any]:
-        """Returns a list. Also accepts JSON text, and a dict of lists, which is how TFDS stores a list of dicts."""
+        """Returns the list `value`. If `value` is JSON text or a dict of lists, converts it to a list: TFDS stores a
+        list of dicts as a dict of lists."""
         value = _value(value)
         if isinstance(value, str | bytes):
             text, _ = text_of(value, column, self.record)
@@ -235,8 +241,8 @@ class _Reader:
         return value
 
     def message(self, value: Any, where: str) -> Message:
-        """Returns a message in the form for templates: a role, content (text or None), and all other fields that are
-        not None."""
+        """Returns a message as templates expect it: a dict with a role, the content (text or None), and all other
+        fields that are not None."""
         if not isinstance(value, Mapping):
             raise self.error(f"{where} is {shortened(repr(value))}, not a message with role and content; {_HINT}")
         given = {str(key): item for key, item in value.items() if item is not None or key == "content"}
@@ -266,7 +272,7 @@ class _Reader:
         return rest | {"role": _SHARED[name], "content": given["value"]}
 
     def part(self, part: Any, where: str) -> str:
-        """Returns the text of one part of a message's content."""
+        """Returns the text of `part`, one part of a message's content."""
         if isinstance(part, str):
             return part
         if isinstance(part, Mapping) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):

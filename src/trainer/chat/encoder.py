@@ -41,7 +41,7 @@ class ChatEncoder(Encoder):
 
     Attributes:
       template: converts conversations to text.
-      formatter: a user's function that converts records to messages.
+      formatter: the user's function that converts records to messages, if any.
       longest: the number of targets after which a conversation is truncated; None if it may continue in another row.
     """
 
@@ -85,13 +85,14 @@ class ChatEncoder(Encoder):
         return (len(example.learnt) for example in self.examples(records, counts) if example)
 
     def examples(self, records: Sequence[Record], counts: Counts) -> list[Example | None]:
-        """Returns the encoded conversation of each record; None if it has no messages. Errors are as in `encode`."""
+        """Returns the encoded conversation of each record; None for a record without messages. Errors are as in
+        `encode`."""
         found = [self._of_record(record, counts) for record in records]
         encoded = iter(self.encoded([one for one in found if one]))
         return [one and next(encoded) for one in found]
 
     def encoded(self, found: Sequence[Turns]) -> list[Example]:
-        """Returns rendered conversations with their tokens and masks."""
+        """Encodes rendered conversations. Returns each with its tokens and mask."""
         examples = []
         every = self._tokenizer.encode_rendered([one.rendered for one in found])
         for one, tokens in zip(found, every, strict=True):
@@ -109,7 +110,7 @@ class ChatEncoder(Encoder):
         return self.turns(messages, tools, record, counts)
 
     def turns(self, messages: Sequence[Message], tools: Any, record: Record, counts: Counts, first: int = 0) -> Turns:
-        """Returns the rendered conversation and its trained parts. Messages before index `first` are not trained."""
+        """Renders a conversation and determines its trained parts. Messages before index `first` are not trained."""
         try:
             found = turns(self.template, messages, tools, self._markers, first)
         except TemplateFailed as error:
@@ -173,7 +174,7 @@ class ChatEncoder(Encoder):
         return Document(encoded.ids, loss if self.masked else None)
 
     def notice_crossing(self, example: Example, counts: Counts, record: Record) -> None:
-        """Counts tokens that begin before trained text and end within it."""
+        """Counts tokens that begin before a trained range of the text and end within this range."""
         found, encoded, _ = example
         crossing = sum(int(np.sum((encoded.starts < start) & (encoded.stops > start))) for start, _ in found.learnt)
         if crossing and self.completion_only:
@@ -215,7 +216,7 @@ def chat_encoder(config: Config, tokenizer: Tokenizer | None, columns: tuple[str
 
 
 def open_formatter(config: Config) -> Formatter | None:
-    """Returns the function at formatting_func_path; None if the key is empty.
+    """Returns the formatting function at formatting_func_path; None if this key is empty.
 
     Raises:
       UserError: the function cannot be imported, or the file at its template_path cannot be read.
@@ -229,9 +230,10 @@ def open_formatter(config: Config) -> Formatter | None:
 
 
 def open_template(config: Config, tokenizer: Tokenizer, *, today: bool = False) -> Template:
-    """Returns the chat template: of chat_template or chat_template_path, or else the tokenizer's, or else the default.
+    """Returns the chat template: the one in chat_template or chat_template_path, else the tokenizer's, else the
+    default.
 
-    Also makes it the tokenizer's template. `today`: whether templates print today's date.
+    Also stores the template in the tokenizer. `today`: whether templates print today's date.
 
     Raises:
       UserError: the template cannot be read.
@@ -247,7 +249,7 @@ def open_template(config: Config, tokenizer: Tokenizer, *, today: bool = False) 
 
 
 def count_replaced(replaced: int, record: Record, counts: Counts) -> None:
-    """Counts a record in which characters were replaced."""
+    """Counts a record in which `replaced` characters were replaced, if there are any."""
     if replaced:
         counts.mended_first = counts.mended_first or str(record.where)
         counts.mended += 1
@@ -255,7 +257,8 @@ def count_replaced(replaced: int, record: Record, counts: Counts) -> None:
 
 
 def _check_ids(encoded: Encoded, tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raises UserError if an id exceeds the model's vocabulary, for example that of a token added to the tokenizer."""
+    """Raises UserError if an id is outside of the model's vocabulary. For example, a token may have been added to the
+    tokenizer but not to the model."""
     most = int(encoded.ids.max(initial=0))
     if most >= vocab_size:
         name = next((name for name, i in tokenizer.markers.items() if i == most), "")
@@ -268,7 +271,7 @@ def _check_ids(encoded: Encoded, tokenizer: Tokenizer, vocab_size: int) -> None:
 class Prompts:
     """Renders prompts as the user's message in a conversation, for generation.
 
-    `own_template`: whether the template is not the default one, so that the model was probably trained on
+    `own_template`: whether a template other than the default one is used. If so, the model was probably trained on
     conversations.
     """
 
@@ -287,15 +290,16 @@ class Prompts:
         say(f"chat template: {self.template.where}")
 
     def tokens(self, prompt: str) -> list[int]:
-        """Returns the tokens of a conversation that begins with `prompt`, up to the start of the assistant's turn.
+        """Returns the tokens of a conversation with the user message `prompt`, up to the start of the assistant's
+        answer.
 
         Raises UserError if the template cannot render the conversation.
         """
         return self.tokens_of(Record("prompt", ([{"role": "user", "content": prompt}],)))
 
     def tokens_of(self, record: Record) -> list[int]:
-        """Renders the conversation, or the user's text, in the first column of `record`. Returns its tokens up to the
-        start of the assistant's turn.
+        """Renders the first column of `record`: a conversation, or the text of a user message. Returns the tokens up to
+        the start of the assistant's next answer.
 
         Raises UserError if the column contains no conversation, or if the template cannot render the conversation.
         """
@@ -306,10 +310,11 @@ class Prompts:
         return self._encoded(self.template.render(messages, prompt=True)).ids.tolist()
 
     def answer_tokens(self, record: Record) -> list[int]:
-        """Renders the answer in the second column as the assistant's turn. Returns the turn's tokens, including the
-        token that ends it; [] if the template changes the answer.
+        """Renders the answer in the second column of `record` as the assistant's answer to the prompt in the first
+        column. Returns the tokens of the rendered answer, including the token that ends it; [] if the template changes
+        the answer.
 
-        The first column contains the prompt. Errors are as in `tokens_of`.
+        Errors are as in `tokens_of`.
         """
         (messages, _), _ = conversation(Record(record.where, record.values[:2]), ("prompt", "completion"), None)
         try:
@@ -325,7 +330,8 @@ class Prompts:
         return encoded
 
     def stop_tokens(self) -> list[int]:
-        """Returns a list of the token that ends the assistant's turn; [] if the template writes no such token."""
+        """Returns a list that contains only the token that ends the assistant's turn; [] if the template writes no such
+        token."""
         said = [{"role": "user", "content": "A"}, {"role": "assistant", "content": "B"}]
         try:
             found = turns(self.template, said, None, pattern(self._tokenizer.markers))
@@ -351,7 +357,7 @@ def answer_of(record: Record, column: str, tokenizer: Tokenizer, chat: Prompts |
 
 
 def prompt_of(record: Record, column: str, tokenizer: Tokenizer, chat: Prompts | None) -> tuple[Any, list[int]]:
-    """Returns the prompt in a record's first column, and its tokens; no tokens for empty text.
+    """Returns the prompt in a record's first column, and a list of the prompt's tokens, which is empty for empty text.
 
     `column`: the name of the first column.
 

@@ -1,4 +1,4 @@
-"""Derives settings from the data if no key sets them.
+"""Chooses settings to suit the data, unless the configuration gives them.
 
 The settings are the columns and, for a run that starts from a model, the row length.
 """
@@ -29,8 +29,8 @@ LENGTH = "max_target_length"
 EXAMINED = 2000  # the number of records that determine the row length
 LONGEST_ROW = 2048  # tokens of one sequence; a row of pairs has twice this length
 COLUMNS = ("train_data_columns", "eval_data_columns")
-# The usual sets of columns for each command. The first set that exists in the data is used. Every command with rollouts
-# uses the sets of use_grpo.
+# The usual sets of columns for each command, by the key that selects the command. The first set that exists in the data
+# is used. Every command with rollouts uses the sets of use_grpo.
 CONVENTIONS: Mapping[str, Sequence[tuple[str, ...]]] = {
     "use_sft": (("messages",), ("prompt", "completion")),
     "use_dpo": (("prompt", "chosen", "rejected"), ("chosen", "rejected")),
@@ -47,16 +47,18 @@ def taken(
     own_run: Callable[[Config], tuple[Mapping[str, Any], Any] | None],
     positions: Callable[[Config], int | None],
 ) -> Mapping[str, Any]:
-    """Sets the columns and, for a run that starts from a model, `max_target_length`, if no key sets them.
+    """Sets the columns and, for a run that starts from a model, `max_target_length`, unless the configuration gives
+    them.
 
     Returns the new values. A resumed run uses the values in its checkpoint. Otherwise, the columns are the first set in
-    CONVENTIONS that exists in the data. The length fits the longest of the first EXAMINED records, but is at most
-    LONGEST_ROW (twice that for pairs) and at most the model's number of positions.
+    CONVENTIONS that exists in the data. `max_target_length` is chosen so that the longest of the first EXAMINED records
+    fits into a row, but it is at most LONGEST_ROW (twice LONGEST_ROW for pairs) and at most the model's number of
+    positions.
 
     Args:
       say: called with a message for each new value.
-      own_run: returns the configuration and the checkpoint of the run that the command resumes; None if it resumes no
-        run.
+      own_run: returns the configuration and the checkpoint of the run that the command resumes; None if the command
+        does not resume a run.
       positions: returns the number of positions with which the model at load_parameters_path was trained; None if
         unknown.
 
@@ -90,7 +92,7 @@ def taken(
 
 
 def _conventional(config: Config) -> list[str]:
-    """Returns the usual columns that the data have; [] if the data have only the default column.
+    """Returns the first usual set of columns that exists in the data; [] if the data have only the default column.
 
     Raises:
       UserError: the data have neither the usual columns nor the default column.
@@ -160,8 +162,8 @@ def _opened(config: Config) -> tuple[Sequence[Corpus], Tokenizer]:
 def _lengths(
     config: Config, tokenizer: Tokenizer, columns: tuple[str, ...]
 ) -> tuple[str, Callable[[Sequence[Record]], Iterator[int]]]:
-    """Returns what messages call a record, such as "prompt", and a function that returns the token count of each
-    record."""
+    """Returns the word for a record in messages, such as "prompt", and a function that yields the number of tokens of
+    each record."""
     if has_rollouts(config):
         from trainer.chat.encoder import Prompts, prompt_of
 

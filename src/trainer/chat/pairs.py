@@ -1,8 +1,8 @@
 """Encodes pairs of answers as documents for preference optimization. `data.open_dataset` uses this encoder.
 
-The document of a pair is the chosen sequence, followed by the rejected one. Each sequence is a prompt and an answer;
-only the tokens of the answer contribute to the loss. Conversations are rendered by the chat template; texts are encoded
-unchanged.
+The document of a pair is the chosen sequence, followed by the rejected one. Each sequence consists of a prompt and an
+answer; only the tokens of the answer contribute to the loss. Conversations are rendered by the chat template; texts are
+encoded unchanged.
 """
 
 import bisect
@@ -73,7 +73,8 @@ class PairEncoder(ChatEncoder):
         return _document(_parts(pair)).places(self.align)
 
     def pairs(self, records: Sequence[Record], counts: Counts) -> list[Pair | None]:
-        """Returns the pair of each record; None if the prompt or an answer is empty. Errors are as in `encode`."""
+        """Returns the encoded pair of each record; None for a record with an empty prompt or answer. Errors are as in
+        `encode`."""
         pairs: list[Pair | None] = []
         for record in records:
             found, replaced = preference(record, self.columns, self.formatter)
@@ -95,7 +96,8 @@ class PairEncoder(ChatEncoder):
         return Pair(*self.encoded(sides))
 
     def _of_texts(self, found: Preference, record: Record, counts: Counts) -> Pair:
-        """Returns the pair of two texts, each between a BOS and an EOS token. The prompt is their common prefix."""
+        """Returns the pair of two texts. Each text is encoded between the tokenizer's BOS and EOS tokens, and the
+        prompt is the common prefix of both token sequences."""
         names = pattern(self._tokenizer.special_tokens)
         texts = [str(found.chosen), str(found.rejected)]
         rendered = [Rendered(text, plain=tuple(match.span() for match in names.finditer(text))) for text in texts]
@@ -119,7 +121,7 @@ class PairEncoder(ChatEncoder):
         return Encoded.joined([before, encoded, after])
 
     def pair_document(self, pair: Pair, counts: Counts, record: Record) -> Document | None:
-        """Returns the document of a pair. Returns None, and counts the reason, if the pair is skipped."""
+        """Returns the document of a pair. If the pair is skipped, counts the reason and returns None."""
         for side in pair:
             self.notice_crossing(side, counts, record)
         parts = _parts(pair)
@@ -144,7 +146,8 @@ class PairEncoder(ChatEncoder):
         return _document(fitting)
 
     def kept(self, pair: Pair) -> list[np.ndarray]:
-        """Returns a mask of the tokens that are kept, for each sequence: bool [n]; all False if the pair is skipped."""
+        """Returns, for each of the two sequences, a mask of the tokens that remain after truncation: bool [n]. If the
+        pair is skipped, both masks are all False."""
         found = [np.zeros(len(side.learnt), bool) for side in pair]
         fitting = self._fitting(_parts(pair))
         if fitting is not None and not _problem(fitting):
@@ -155,8 +158,9 @@ class PairEncoder(ChatEncoder):
     def _fitting(self, parts: "list[_Part]") -> "list[_Part] | None":
         """Returns the two sequences, truncated if necessary so that they fit into a row.
 
-        Prompts are truncated at their beginning, then answers at their end. Both answers have the same maximum length.
-        Returns None if the sequences are too long and truncation is off, or if no token of an answer would remain.
+        Prompts that are too long lose their first tokens. If the sequences are still too long, answers lose their last
+        tokens; the maximum length is the same for both answers. Returns None if the sequences are too long and
+        truncation is off, or if no token of an answer would remain.
         """
         prompts = [part.prompt for part in parts]
         fits = _document(parts).places(self.align) <= self.row
@@ -197,7 +201,8 @@ def _parts(pair: Pair) -> "list[_Part]":
 
 
 class _Part(NamedTuple):
-    """One sequence of a pair: tokens [n], a mask of the trained tokens, and the tokens' indices before truncation."""
+    """One sequence of a pair: its tokens, a mask of the trained tokens, and each token's index before truncation, all
+    [n]."""
 
     ids: np.ndarray
     learnt: np.ndarray
@@ -209,7 +214,8 @@ class _Part(NamedTuple):
         return int(np.argmax(self.learnt)) if self.learnt.any() else len(self.learnt)
 
     def with_prompt(self, most: int, first: int | None) -> "_Part":
-        """Keeps only the last `most` prompt tokens. If the part begins with the token `first`, so does the result."""
+        """Returns the part with only the last `most` prompt tokens. If the part begins with the token `first`, the
+        result does, too."""
         kept = np.arange(max(0, self.prompt - most), len(self.ids))
         if kept[0] and self.ids[0] == first:
             kept[0] = 0
@@ -229,7 +235,7 @@ def _document(parts: Sequence[_Part]) -> Document:
 
 
 def _problem(parts: Sequence[_Part]) -> str:
-    """Returns the reason to skip a pair of sequences; "" if they can be trained."""
+    """Returns the reason to skip a pair of sequences; "" if the pair can be used for training."""
     if np.array_equal(parts[0].ids, parts[1].ids):
         return "their answers are equal within a row"
     if not all(part.learnt[1:].any() for part in parts):
@@ -238,7 +244,7 @@ def _problem(parts: Sequence[_Part]) -> str:
 
 
 def _shared(one: np.ndarray, other: np.ndarray) -> int:
-    """Returns the length of the common prefix."""
+    """Returns the length of the common prefix of two token sequences."""
     shortest = min(len(one), len(other))
     different = np.flatnonzero(one[:shortest] != other[:shortest])
     return int(different[0]) if len(different) else shortest

@@ -1,9 +1,9 @@
 """Jinja's sandbox with limits on a template's CPU time and the size of its results (see `config/limits.py`).
 
-Jinja's own sandbox lets a template read only its inputs. This one also limits the number of turns: loop iterations and
-calls of macros, functions and filters. Before an operation whose result can be larger than its operands, it checks that
-the resulting text, list or integer is not too large. If a value contains the same list several times, the list's
-contents count once per occurrence, because printing and comparing visit every occurrence.
+Jinja's own sandbox lets a template read only its inputs. This sandbox also limits the number of turns. A turn is a loop
+iteration or a call of a macro, function or filter. Before an operation whose result can be larger than its operands,
+the sandbox checks that the resulting text, list or integer will not be too large. If a value contains the same list
+several times, the list's contents count once per occurrence, because printing and comparing visit every occurrence.
 """
 
 import contextlib
@@ -31,15 +31,15 @@ from trainer.config.limits import (
     TURNS,
 )
 
-_LOOKS = 256  # turns between two checks of the clock
-_SMALL = 1 << 12  # smaller texts do not count toward the total
-_VALUE, _REFERENCE = 64, 16  # sizes, in characters, that count for a visited value and for a reference
+_LOOKS = 256  # the number of turns between two checks of the CPU time
+_SMALL = 1 << 12  # texts and lists up to this size, in characters, do not count toward the total
+_VALUE, _REFERENCE = 64, 16  # assumed sizes of a value and of a reference in a list, in characters
 _TEXT = (str, bytes, bytearray)
 _WIDE_FILTERS = ("center", "indent", "batch", "slice", "wordwrap")
 _WIDE_METHODS = ("ljust", "rjust", "center", "zfill", "expandtabs", "to_bytes")
 _WIDE = rf"\d{{{FORMAT_DIGITS + 1}}}"
 _WIDE_PERCENT = re.compile(rf"%(\(\w*\))?[-+ #0]*(\*|{_WIDE}|\d*\.(\*|{_WIDE}))")
-_WIDE_FIELD = re.compile(rf"\{{|{_WIDE}")  # searched for in the format spec of a replacement field
+_WIDE_FIELD = re.compile(rf"\{{|{_WIDE}")  # found in the format spec of a field that may be too wide
 
 
 class _Budget(threading.local):
@@ -124,8 +124,8 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             raise _refused(f"it takes more than {TURNS:,} loop iterations and calls, or {SECONDS:g} s of CPU time")
 
     def made(self, size: int) -> None:
-        """Counts a text or list toward the limits. `size`: its size in characters. If it may be large, call this
-        before it is created."""
+        """Counts a text or list of `size` characters toward the limits. Call this before creating a text or list that
+        may be large."""
         if size > _SMALL:
             self._budget.made -= size
             if size > MADE_CHARACTERS or self._budget.made < 0:
@@ -135,7 +135,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             self._look()
 
     def weighed(self, value: Any) -> Any:
-        """Returns `value`, after counting everything in it toward the limits."""
+        """Counts everything in `value` toward the limits. Returns `value`."""
         self.made(_weight(value))
         return value
 
@@ -178,7 +178,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return result if type(result) is str and len(result) <= _SMALL else __self._result(result)
 
     def _result(self, value: Any) -> Any:
-        """Returns `value`, the result of a call or a filter, after counting it toward the limits."""
+        """Counts `value`, the result of a call or a filter, toward the limits. Returns `value`."""
         if isinstance(value, _TEXT):
             if len(value) > _SMALL:
                 self.made(len(value))
@@ -189,15 +189,15 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return value
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """If `value` is the method `format` of a text, returns a version of it that refuses wide fields. Otherwise,
-        returns None."""
+        """If `value` is the method `format` of a text, returns a version of this method that refuses wide fields.
+        Otherwise, returns None."""
         function = super().wrap_str_format(value)
         if function is None:
             return None
 
         def checked(*args: Any, **kwargs: Any) -> str:
             form = value.__self__
-            with contextlib.suppress(ValueError):  # the call of `function` raises it
+            with contextlib.suppress(ValueError):  # `function` raises the same error
                 specs = [spec for _, _, spec, _ in string.Formatter().parse(form) if spec]
                 self._check_format(form, form.count("{"), any(map(_WIDE_FIELD.search, specs)), [args, kwargs])
             return function(*args, **kwargs)
@@ -232,11 +232,11 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.made(len(form) + fields * (10**FORMAT_DIGITS + _weight(given)))
 
     def _guarded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        passed = hasattr(function, "jinja_pass_arg")  # whether the first argument is the environment or the context
+        passed = hasattr(function, "jinja_pass_arg")  # whether Jinja passes it an environment or a context first
 
         @functools.wraps(function)
         def guarded(*args: Any, **kwargs: Any) -> Any:
-            self.turn  # noqa: B018, counts
+            self.turn  # noqa: B018, the property counts the call
             value, *more = args[passed:] or (None,)
             more += kwargs.values()
             if name in _WIDE_FILTERS:
@@ -257,8 +257,9 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 def _weight(value: Any) -> int:
-    """Returns the size of `value` in characters. A text counts its length. Any other value counts the lengths of all
-    texts in it, at any depth, and _VALUE for each value in it. Counting stops above MADE_CHARACTERS."""
+    """Returns the size of `value` in characters. The size of a text is its length. The size of any other value is the
+    total length of all texts in it, at any depth, plus _VALUE for the value itself and for each value in it. Counting
+    stops above MADE_CHARACTERS."""
     if isinstance(value, _TEXT):
         return len(value)
     total, level = 0, [value]
@@ -275,7 +276,8 @@ def _weight(value: Any) -> int:
 
 
 def _length_of(value: Any) -> int:
-    """Returns the size, in characters, of what `+` and `*` copy: a text's characters, or a list's references."""
+    """Returns the size, in characters, of the part of `value` that the operators `+` and `*` copy: the references in a
+    list, or the complete content of any other value."""
     return len(value) * _REFERENCE if isinstance(value, list | tuple) else _weight(value)
 
 

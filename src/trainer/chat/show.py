@@ -41,8 +41,8 @@ def conversations(config: Config, count: int, say: Say) -> None:
 
 
 def pairs(config: Config, count: int, say: Say) -> None:
-    """Prints the first `count` preference pairs like `conversations`. Prints two texts for each pair: the prompt with
-    the chosen answer, then the prompt with the rejected answer."""
+    """Prints the first `count` preference pairs in the same way as `conversations`. Prints two texts for each pair: the
+    prompt with the chosen answer, then the prompt with the rejected answer."""
 
     def shown(encoder: PairEncoder, record: Record, counts: Counts) -> str:
         (pair,) = encoder.pairs([record], counts)
@@ -81,7 +81,7 @@ def _marks() -> tuple[str, str]:
 
 
 def _facts(example: Example, kept: np.ndarray) -> str:
-    """Returns, as text, how many tokens a sequence has, how many of them are truncated, and how many are trained.
+    """Returns a text with three numbers for a sequence: all tokens, truncated tokens (if any), and trained tokens.
     `kept`: whether each token is in the row, bool [n]; all false if the sequence is skipped."""
     lost = int((~kept).sum())
     cut = f", {lost:,} of them cut" if lost and kept.any() else ""
@@ -89,7 +89,8 @@ def _facts(example: Example, kept: np.ndarray) -> str:
 
 
 def _marked(example: Example, kept: np.ndarray) -> str:
-    """Returns the text with marks around trained characters. A truncated part is replaced by its number of tokens."""
+    """Returns the text of a sequence with marks around trained characters. In place of a truncated part, the text
+    contains the number of the part's tokens."""
     marks, skipped = _marks(), not kept.any()
     text, encoded = example.turns.rendered.text, example.encoded
     parts, end = [], 0

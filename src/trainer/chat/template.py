@@ -51,12 +51,12 @@ _ERRORS = (
 
 
 class TemplateFailed(UserError):
-    """The error if a template cannot render a conversation."""
+    """Raised if a template cannot render a conversation."""
 
 
 class _NoContent(jinja2.Undefined):
-    """The value of null or absent content, as in a message that only calls tools. In a template, it passes the test
-    `is none` and prints nothing."""
+    """The value of a message's content if the content is null or absent, for example because the message only calls
+    tools. In a template, this value passes the test `is none` and prints nothing."""
 
 
 class _Generation(jinja2.ext.Extension):
@@ -74,8 +74,8 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Jinja's namespace, but it refuses attributes whose names begin with "_", because Python itself looks up some of
-    them, such as `__class__`."""
+    """A Jinja namespace that refuses attributes whose names begin with "_", because Python itself looks up some
+    attributes of this kind, such as `__class__`."""
 
     def __init__(*args: Any, **kwargs: Any):
         for name in dict(*args[1:], **kwargs):
@@ -99,7 +99,8 @@ class Template:
     """A chat template.
 
     Attributes:
-      texts: the text of this template, followed by the text of its variant for conversations with tools, if it has one.
+      texts: a list of the text of this template and, if the template has a variant for conversations with tools, the
+        text of this variant.
       marks_generation: whether this template marks the assistant's text with `{% generation %}`.
     """
 
@@ -124,7 +125,8 @@ class Template:
         assert self._compiled
 
     def of(self, tools: Any) -> "Template":
-        """Returns the template to use for a conversation. `tools`: the conversation's tools, or None."""
+        """Returns the template to use for a conversation: this one or its variant for tools. `tools`: the
+        conversation's tools, or None."""
         return self if tools is None or self._with_tools is None else self._with_tools
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Any = None, *, prompt: bool = False) -> Rendered:
@@ -185,7 +187,7 @@ class Template:
         return pattern(self._special)
 
     def _named(self, value: Any) -> Any:
-        """Returns `value` with marks around the names of special tokens in all texts in it."""
+        """Returns `value` with marks around the names of special tokens in all of its texts, at any depth."""
         if isinstance(value, str):
             return self._names_in.sub(f"{_NAME}\\g<0>{_NAME_END}", value)
         if isinstance(value, Mapping):
@@ -200,7 +202,7 @@ class Template:
 
 
 def _without_marks(marked: str) -> Rendered:
-    """Returns the text without the marks, and the ranges that they mark."""
+    """Returns the text without the marks, and the ranges of characters that were between marks."""
     parts: list[str] = []
     learnt: list[Range] = []
     plain: list[Range] = []
@@ -221,7 +223,8 @@ def _without_marks(marked: str) -> Rendered:
 
 
 def _marked_parts(marked: str) -> Iterator[tuple[str, str]]:
-    """Yields each mark with the text up to the next mark. The first item is "", with the text before the first mark."""
+    """Yields pairs of a mark and the text from this mark to the next. In the first pair, the mark is "" and the text is
+    the one before the first mark."""
     mark, end = "", 0
     for match in _MARK.finditer(marked):
         yield mark, marked[end : match.start()]

@@ -2,10 +2,11 @@
 text, up to the end of its turn.
 
 A template with `{% generation %}` marks these characters itself. Otherwise, each turn is located by two renderings. The
-first is what generation sees: it ends where the assistant's text begins. The second ends after the turn. The turn is
-the text that the second rendering adds to the first. The rendering of the complete conversation must begin with both of
-these renderings. If it does not, the turn is not trained, because the model would see a different text in training than
-in generation. For example, if a template removes reasoning from earlier turns, these turns are not trained.
+first rendering is the text that the model sees in generation: it ends where the assistant's text begins. The second
+rendering ends after the turn. The turn is the text that the second rendering adds to the first. The rendering of the
+complete conversation must begin with both of these renderings. If it does not, the turn is not trained, because the
+model would see a different text in training than in generation. For example, if a template removes reasoning from
+earlier turns, these turns are not trained.
 """
 
 import re
@@ -21,7 +22,7 @@ _BEFORE, _AFTER = 20, 50  # characters that a message shows before and after the
 
 
 class Turns(NamedTuple):
-    """A rendered conversation, and which part of it is trained.
+    """A rendered conversation, and the ranges of its characters that are trained.
 
     Attributes:
       learnt: the trained ranges, in order.
@@ -68,8 +69,8 @@ def turns(
 def _turn(
     template: Template, messages: Sequence[dict[str, Any]], tools: Any, i: int, whole: str, markers: re.Pattern[str]
 ) -> Range | str:
-    """Returns the range of the turn of message `i`, without white space after its last token, or a text that describes
-    why the turn is not trained."""
+    """Returns the range of characters of message `i`'s turn, without white space after the token that ends the turn. If
+    the turn is not trained, returns a text that describes the reason instead."""
     try:
         before = template.render(messages[:i], tools, prompt=True).text
         upto = whole if i + 1 == len(messages) else template.render(messages[: i + 1], tools).text
@@ -95,7 +96,7 @@ def _shared(one: str, other: str) -> int:
 
 
 def _difference(generated: str, trained: str) -> str:
-    """Returns a description of the first difference between two texts, for a message to the user."""
+    """Returns a description of the first difference between the text that generation sees and the trained text."""
     at = _shared(generated, trained)
     here = slice(max(0, at - _BEFORE), at + _AFTER)
     return ", but training sees ".join(shortened(repr(visible(text[here]))) for text in (generated, trained))

@@ -32,13 +32,13 @@ def without_base(tree: T, names: Collection[Path]) -> T:
 
 
 def with_base(saved: Any, abstract: T, base: Mapping[Path, jax.Array]) -> T:
-    """Returns the complete train state: the result of `without_base` with the omitted leaves inserted.
+    """Returns the complete train state: `saved` with the omitted leaves inserted.
 
     Args:
       saved: the result of `without_base`.
       abstract: the complete state: a ShapeDtypeStruct with a sharding at each leaf.
-      base: the omitted parameters by path. Each of DiLoCo's islands gets a copy. The outer optimizer's state for
-        these parameters is zero, because they never change.
+      base: the omitted parameters by path. Each of DiLoCo's islands gets a copy of them. DiLoCo's outer optimizer state
+        for these parameters is set to zero, because they never change.
     """
 
     found = by_path(saved)
@@ -64,21 +64,22 @@ def _owner(path: Path, names: Collection[Path]) -> Path | None:
 
 
 def base_of(path: str, base: Mapping[Path, jax.Array]) -> Base:
-    """Returns the description of a base model, which the checkpoints of its adapters contain. `path`: the folder with
-    the base's parameters; "" if they are initial values."""
+    """Returns a description of a base model, to be stored in the checkpoints of adapters for this model. `path`: the
+    folder with the base's parameters; "" if they are initial values."""
     return Base(place_of(path) if path else "", digests(base))
 
 
 def place_of(path: str) -> str:
-    """Returns the absolute path of a checkpoint; for a run's folder, the path of the newest checkpoint."""
+    """Returns the absolute path of the checkpoint at `path`. If `path` is a run's folder, returns the path of the run's
+    newest checkpoint."""
     folder = storage.folder(path)
     place = str(newest(folder) or folder)
     return place if "://" in place else str(local_path(place).absolute())
 
 
 def digests(base: Mapping[Path, jax.Array]) -> dict[str, dict[str, str]]:
-    """Returns hashes of parameters by dtype and name. The hashes under "float32" are those of the exact values, and the
-    hashes under "bfloat16" are those of the values rounded to bfloat16. If any parameter is bfloat16, "float32" is
+    """Returns hashes of parameters as {dtype: {name: hash}}. The dtype "float32" contains the hashes of the exact
+    values, and "bfloat16" the hashes of the values rounded to bfloat16. If any parameter is bfloat16, "float32" is
     omitted. Equal values have equal hashes on every mesh.
     """
     kinds = _FLOATS[any(leaf.dtype == _FLOATS[1] for leaf in base.values()) :]
@@ -96,7 +97,8 @@ def _on_device(leaf: jax.Array) -> Any:
 
 
 def _sums(leaves: Sequence[Any], kinds: tuple[str, ...], start: int = 0) -> list[list[np.ndarray]]:
-    """Returns the hash (`_words`) of each array, for each dtype in `kinds`. The arrays may be in host memory."""
+    """Returns one list for each dtype in `kinds`, with the hash (see `_words`) of each array in this dtype. The arrays
+    may be in host memory."""
     placed = [jax.device_put(leaf, _on_device(leaf)) if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
     return jax.device_get(_all_words(placed, kinds, np.uint32(start % (1 << 32))))
 
@@ -120,7 +122,7 @@ def _words(leaf: jax.Array, floats: jnp.dtype, start: np.uint32) -> jax.Array:
     for axis, size in enumerate(leaf.shape):
         place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
     place += start
-    # Multiplication by an odd weight is one-to-one modulo 2^32, so a change of one value always changes the sum.
+    # Multiplication by an odd weight is one-to-one modulo 2^32, so a change of a single entry always changes the sum.
     weights = [(place * jnp.uint32(factor)) ^ (place >> 15) | 1 for factor in (2654435761, 2246822519)]
     return jnp.stack([jnp.sum(bits * weight, dtype=jnp.uint32) for weight in weights])
 
@@ -128,8 +130,9 @@ def _words(leaf: jax.Array, floats: jnp.dtype, start: np.uint32) -> jax.Array:
 def check_base(
     found: Mapping[Path, jax.Array], base: Base, where: Any, what: str = _TRAINED, instead: str = _SAME
 ) -> None:
-    """Compares loaded parameters with the base of the checkpoint `where`, if the base has digests. Ignores parameters
-    that only one of the two has. `what`, `instead`: phrases for the error message.
+    """Compares the loaded parameters `found` with the description `base` of the base model in the checkpoint `where`.
+    Does nothing if `base` has no digests. Ignores parameters that are only in `found` or only in `base`. `what`,
+    `instead`: phrases for the error message.
 
     Raises:
       UserError: parameters differ; the message names the first such parameter.
@@ -152,9 +155,9 @@ def _other_values(where: Any, base: Base, changed: str, what: str = _TRAINED, in
 
 
 def checked(name: str, leaf: Leaf, base: Base, where: Any) -> Leaf:
-    """Returns `leaf` with a check of its values. `leaf` is the parameter `name` of a base model, whose original values
-    `base` describes. Reading the last part of the leaf raises UserError if the values differ from the original ones;
-    see `check_base`. `where`: the checkpoint that omits the base model."""
+    """Returns `leaf`, the parameter `name` of a base model, with a check of its values: reading the last part of the
+    leaf raises UserError if the values differ from the original values of the base model, which `base` describes (see
+    `check_base`). `where`: the checkpoint that omits the base model."""
     kinds = {kind: base.digests[kind][name] for kind in _FLOATS if name in base.digests.get(kind, ())}
     if not kinds:
         return leaf

@@ -1,4 +1,5 @@
-"""Checks by names, shapes and dtypes that a checkpoint fits a run, before any array is read or written."""
+"""Checks that a checkpoint fits a run, by the names, shapes and dtypes of arrays, before any array is read or
+written."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,8 +35,8 @@ def check_structure(path: Path, found: Mapping[str, Any], wanted: Mapping[str, A
     accepted, because the conversion is exact.
 
     Raises:
-      UserError: leaves differ; the message contains the name of the first one, its dtype and shape in both states, and
-        the number of the others.
+      UserError: leaves differ; the message contains the name of the first differing leaf, its dtype and shape in both
+        states, and the number of other differing leaves.
     """
     there, here = _leaves(found), _leaves(wanted)
     differing = [name for name in dict.fromkeys([*here, *there]) if there.get(name) != here.get(name)]
@@ -71,5 +72,5 @@ def _described(leaf: Any) -> str:
     if _is_empty(leaf):
         return "empty"
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.eval_shape(jax.random.key_data, leaf)  # the form that is stored on disk
+        leaf = jax.eval_shape(jax.random.key_data, leaf)  # keys are stored on disk as their data
     return f"{leaf.dtype}{list(leaf.shape)}"

@@ -15,7 +15,7 @@ from trainer.runtime.storage import is_remote, remedy, remove_tree
 
 EXPIRED = ".expired"  # suffix of a folder that may be removed at any time
 _ORBAX = "/orbax/"  # part of the paths of Orbax's source files
-_BLOCK = 4096  # bytes of the test file, which is not empty, because a full disk accepts empty files
+_BLOCK = 4096  # size of the test file in bytes; not 0, because a full disk accepts empty files
 
 
 @contextlib.contextmanager
@@ -132,7 +132,7 @@ _LOG = _Log()
 
 
 def silence_orbax() -> None:
-    """Prevents Orbax from printing the tracebacks of exceptions that it also raises."""
+    """Prevents Orbax from logging the tracebacks of exceptions that it also raises."""
     logger = logging.getLogger("absl")
     logger.addFilter(_LOG)  # adding it again has no effect
     logger.setLevel(logging.ERROR)
@@ -145,7 +145,7 @@ def forget_failures() -> None:
 
 
 def logged_failure() -> Exception | None:
-    """Returns the first error that a thread of Orbax logged during the current save, or None.
+    """Returns the first error that a thread of Orbax logged during the current save; None if there is none.
 
     With several processes, it may take 20 minutes until the save itself raises this error: the save's other threads
     wait for other processes, which wait for the failed thread.

@@ -1,4 +1,5 @@
-"""The checkpoints of one run. Orbax writes them in the background, and commits each completely or not at all.
+"""The checkpoints of one run. Orbax writes checkpoints in the background, and commits each one completely or not at
+all.
 
 checkpoints/N contains the train state after N updates in canonical form, which is the same for NNX and Linen:
 - state/: {params, opt_state, step, rest}, with optax's structure in opt_state;
@@ -6,8 +7,8 @@ checkpoints/N contains the train state after N updates in canonical form, which 
 - sums.json: checksums.
 
 A save is committed by renaming its temporary folder to N, and a deletion begins by renaming N. So every folder
-named N is a committed checkpoint. Buckets have no rename. In a bucket, the file commit_success.txt marks a committed
-checkpoint: it is written last and deleted first.
+named N is a committed checkpoint. Folders in a bucket cannot be renamed. There, the file commit_success.txt marks a
+committed checkpoint: it is written last and deleted first.
 """
 
 import concurrent.futures
@@ -48,7 +49,7 @@ T = TypeVar("T", bound=Any)  # a canonical train state, a NamedTuple
 _UNCOMMITTED = ".orbax-checkpoint-tmp"
 STATE, RUN = "state", "run"
 _POLL = 0.2  # seconds
-_PATIENCE = 1200  # seconds to wait for another process's part of a save, as in Orbax
+_PATIENCE = 1200  # seconds to wait for another process's part of a save; the same as in Orbax
 
 
 class CheckpointManager:
@@ -61,8 +62,8 @@ class CheckpointManager:
 
         Args:
           run_dir: the run's folder, on this machine or in a bucket.
-          check: called in the first process just before a save is committed. If it raises, the save fails with this
-            error and is not committed.
+          check: called in the first process just before a save is committed. If `check` raises an error, the save fails
+            with this error and is not committed.
         """
         self.directory = run_dir / CHECKPOINTS
         self._config = config
@@ -78,7 +79,7 @@ class CheckpointManager:
         self._say, self._check = say, check
         self._saving: Any = None  # the folder of the latest save
         self._thread = ThreadPoolExecutor(1, "checkpoints")
-        self._ending: Future[None] | None = None  # done when the latest save has ended
+        self._ending: Future[None] | None = None  # is done when the latest save has ended
         self._lost = False  # whether to stop waiting for a save, because it failed or was interrupted in this process
 
     @property
@@ -106,7 +107,7 @@ class CheckpointManager:
         contents = {STATE: tree._asdict(), RUN: SidecarFiles(sidecar, metrics)}
         self.wait()
         if self._identity is not None and not self.directory.exists():
-            raise moved(self.directory)  # otherwise Orbax would create the folder again
+            raise moved(self.directory)  # without this check, Orbax would create the folder again
         forget_failures()
         self._saving = _being_saved(self.path(updates))
         with disk_errors(self.directory, self._identity):
@@ -126,7 +127,7 @@ class CheckpointManager:
                 self._watch(ending)
                 ending.result()
             finally:
-                if ending.done():  # otherwise Ctrl-C interrupted the wait, and `close` waits again
+                if ending.done():  # not done if Ctrl-C interrupted the wait; `close` then waits again
                     self._ending = None
 
     def close(self) -> None:
@@ -154,8 +155,8 @@ class CheckpointManager:
         self.close()
 
     def _watch(self, ending: Future[None]) -> None:
-        """If there are several processes, waits for the end of a save, but raises an error of this process
-        immediately."""
+        """If there are several processes, waits until a save ends. If the save fails in this process, raises the error
+        immediately instead."""
         while jax.process_count() > 1 and concurrent.futures.wait([ending], _POLL).not_done:
             if error := logged_failure():
                 self._lost = True
@@ -168,13 +169,13 @@ class CheckpointManager:
     def _end(self, saving: Any, updates: int) -> None:
         """Waits for a save, then deletes expired checkpoints.
 
-        Orbax does not delete them, because it would delete in place: if the process were killed during the deletion,
-        the folder would look like a damaged checkpoint.
+        Orbax is not used to delete checkpoints, because it deletes files in place: if the process were killed during
+        the deletion, the folder would look like a damaged checkpoint.
         """
         if not is_first():
             try:
                 _sum(self._saving)
-            except jax.errors.JaxRuntimeError:  # from a barrier that the first process does not reach if a save fails
+            except jax.errors.JaxRuntimeError:  # raised by a barrier that the first process skips if a save fails
                 saving.result()
                 raise
         saving.result()
@@ -190,8 +191,8 @@ class CheckpointManager:
                 remove_tree(path.rename(path.with_suffix(EXPIRED)))
 
     def _found(self, say: Callable[[str], None]) -> list[tuple[str, float | None]]:
-        """Returns the name and the `standing` of each committed checkpoint. Removes remnants of other saves and
-        deletions."""
+        """Returns the name and the `standing` (see `retention`) of each committed checkpoint. Removes remnants of
+        uncommitted saves and of deletions."""
         with read_errors(self.directory):
             found = committed(self.directory)
             for path in reversed(found):
@@ -209,7 +210,7 @@ class CheckpointManager:
             say(f"{path} was never committed: removed")
 
     def _loss(self, path: Any) -> float | None:
-        """Returns the `standing` of a checkpoint; None if it is unknown, or if retention does not need it."""
+        """Returns the `standing` (see `retention`) of a checkpoint; None if it is unknown or not needed."""
         if not self._config.keep_best_checkpoints:
             return None
         try:
@@ -249,7 +250,7 @@ def restore(path: Any, abstract: T, say: Callable[[str], Any] = lambda line: Non
     Args:
       path: a folder checkpoints/N.
       abstract: the wanted structure: a ShapeDtypeStruct with a sharding at each leaf. Fields that are None are not
-        read, including fields of the `TrainTree` of DiLoCo's islands.
+        read. This also applies to fields of the `TrainTree` of DiLoCo's islands.
       say: receives a line if leaves are stored in bfloat16 but wanted in float32.
 
     Raises:
@@ -267,15 +268,15 @@ def restore(path: Any, abstract: T, say: Callable[[str], Any] = lambda line: Non
 
 
 def _fields(tree: Any) -> dict[str, Any]:
-    """Returns the fields of a train state that are not None. The nested state of DiLoCo's islands is also
-    converted to a dict."""
+    """Returns the fields of a train state that are not None, as a dict. The nested state of DiLoCo's islands is
+    converted to a dict, too."""
     fields = {name: part for name, part in tree._asdict().items() if part is not None}
     return {name: _fields(part) if isinstance(part, TrainTree) else part for name, part in fields.items()}
 
 
 def _found_fields(found: Mapping[str, Any], tree: Any) -> dict[str, Any]:
-    """Returns the part of a checkpoint's metadata, `found`, for the `_fields` of `tree`; None for each missing
-    field."""
+    """Returns the fields of `found`, the metadata of a checkpoint, that are also in `_fields(tree)`. A field that
+    `found` lacks is None."""
     fields = {name: part for name, part in tree._asdict().items() if part is not None}
     return {
         name: _found_fields(found.get(name) or {}, part) if isinstance(part, TrainTree) else found.get(name)
@@ -311,7 +312,7 @@ def newest(path: Any) -> Any:
 
 
 def committed(folder: Any) -> list[Any]:
-    """Returns the committed checkpoints in a folder of checkpoints, the newest last."""
+    """Returns the folders of the committed checkpoints in `folder`, the newest last."""
     found = [path for path in entries(folder) if path.name.isdecimal() and path.is_dir() and _complete(path)]
     return sorted(found, key=lambda path: int(path.name))
 
@@ -343,7 +344,7 @@ def _complete(path: Any) -> bool:
 
 
 def _sum(folder: Any) -> None:
-    # Called in each process after all files are written, before the checkpoint is committed.
+    # Called in each process after all files are written and before the checkpoint is committed.
     meet = multihost.get_barrier_sync_fn()  # works in any thread; does nothing with a single process
     write_sums(
         folder, jax.process_index(), jax.process_count(), lambda place: meet(key=place, timeout_ms=1000 * _PATIENCE)

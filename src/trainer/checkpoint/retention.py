@@ -8,8 +8,8 @@ from trainer.config.keys import Config
 
 
 def standing(metrics: Mapping[str, Any], config: Config) -> float | None:
-    """Returns the value of the metric that keep_best_metric names; negated if the key begins with "max:", so that lower
-    is better. Returns None if the value is absent or not finite."""
+    """Returns the value in `metrics` of the metric that keep_best_metric names, negated for "max:", so that a lower
+    standing is always better. Returns None if the value is absent or not finite."""
     direction, _, name = config.keep_best_metric.partition(":")
     value = metrics.get(name)
     if not isinstance(value, int | float) or not math.isfinite(value):
@@ -18,7 +18,7 @@ def standing(metrics: Mapping[str, Any], config: Config) -> float | None:
 
 
 def expired(losses: Mapping[int, float | None], config: Config) -> list[int]:
-    """Returns the checkpoints that the configuration does not keep, the oldest first.
+    """Returns the checkpoints that the configuration does not keep, as numbers of updates, the oldest first.
 
     Args:
       losses: the `standing` of each checkpoint, by its number of updates; None for a checkpoint that was not evaluated.

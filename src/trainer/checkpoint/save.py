@@ -17,7 +17,7 @@ from trainer.state.stages import in_layers
 def is_due(config: Config, updates: int, *, initial: bool = False) -> bool:
     """Returns whether a checkpoint of the state after `updates` updates is due.
 
-    `initial`: whether the run begins with this state, be it newly initialized or loaded.
+    `initial`: whether this is the state with which the run begins, newly initialized or loaded.
     """
     if initial:
         return config.save_checkpoint_on_start
@@ -42,14 +42,14 @@ def maybe_save_checkpoint(
     Args:
       manager: saves the checkpoint. If None, nothing is saved.
       state: the native train state. Its arrays may be donated after the call.
-      updates: the number of updates of `state`, if the caller counts them. If None, each call reads the state's step,
-        which waits for the device. Before a save, the number of updates is always compared with the step.
+      updates: the number of updates of `state`, if the caller counts them. If None, each call reads the state's step
+        and so waits for the device. Before a save, `updates` is always compared with the state's step.
       sidecar: returns the metadata to save with the state.
       initial: see `is_due`.
       force: whether to save even if no checkpoint is due, because the run ends.
-      before: called just before a save begins. It syncs the files that report the steps before this checkpoint to disk,
+      before: called just before a save begins. It syncs to disk the files that report the steps before this checkpoint,
         and returns the metrics for retention.
-      unsaved: the parameters to omit, together with their state.
+      unsaved: the paths of parameters to omit, together with the optimizer's state for them.
 
     Returns:
       Whether a save was started.

@@ -1,4 +1,5 @@
-"""The sidecar metadata of a checkpoint, which describe its arrays and its run and make it self-contained."""
+"""The sidecar metadata of a checkpoint. The metadata describe the checkpoint's arrays and run, so that no other file is
+needed to use the checkpoint."""
 
 import json
 from collections.abc import Awaitable, Mapping
@@ -19,20 +20,20 @@ CONFIG, DATA, METRICS, TOKENIZER = "config.yml", "data.json", "metrics.json", "t
 class Base(NamedTuple):
     """Parameters that a run reads but neither changes nor saves."""
 
-    path: str  # the folder that contains them; "": initial values from init_weights_seed
-    digests: Mapping[str, Mapping[str, str]]  # hashes of their values; see `trainer.checkpoint.base.digests`
+    path: str  # the folder that contains the parameters; "" for initial values from init_weights_seed
+    digests: Mapping[str, Mapping[str, str]]  # hashes of the values; see `trainer.checkpoint.base.digests`
 
 
 class Sidecar(NamedTuple):
     """The content of checkpoints/N/run."""
 
     config: str  # config.yml: the resolved configuration
-    position: Any  # the position in the data after the last batch that the state was trained on; JSON
+    position: Any  # JSON: the position in the data after the last batch that the state was trained on
     fingerprint: str  # the fingerprint of the data and the tokenizer to which `position` refers
-    tokenizer: Mapping[str, bytes]  # the files of the tokenizer and of `leaves.about`, by path in the folder TOKENIZER
+    tokenizer: Mapping[str, bytes]  # files of the tokenizer and of the model's metadata, by path below TOKENIZER
     versions: Mapping[str, str] = installed()  # see `runtime.versions`; empty if the checkpoint has none
     base: Base | None = None  # the base model, which the checkpoints of a run with adapters omit
-    reference: Base | None = None  # for a run with a reference model: its values of the trained parameters
+    reference: Base | None = None  # the values of the trained parameters in the run's reference model, if any
 
 
 class SidecarFiles:
@@ -68,7 +69,7 @@ class SidecarFiles:
 
 
 def read_sidecar(folder: Any) -> Sidecar:
-    """Reads checkpoints/N/run, including this process's position in the data if there is one."""
+    """Reads `folder`, a folder checkpoints/N/run, including this process's position in the data if there is one."""
     own = folder / _data_file(_process_index())
     data = read_part(folder, own.name if own.is_file() else DATA)
     if not isinstance(data.get("fingerprint"), str):
@@ -102,7 +103,7 @@ def _base(folder: Any, data: Mapping[str, Any], name: str) -> Base | None:
 
 
 def _data_file(process: int) -> str:
-    """Returns the name of the file with a process's position.
+    """Returns the name of the file that contains the position of a process in the data.
 
     With streamed data, each process has a separate position. Prepared data have a single position, in process 0's file.
     """
@@ -116,7 +117,7 @@ def _process_index() -> int:
 
 
 def saved_config(sidecar: Sidecar, where: Any) -> dict[str, Any]:
-    """Returns the resolved configuration of the checkpoint `where`, as keys and values.
+    """Returns the resolved configuration in the sidecar of the checkpoint `where`, as a dict from keys to values.
 
     Raises:
       UserError: the checkpoint's config.yml is not a configuration.

@@ -1,8 +1,9 @@
 """Checksums of a checkpoint's files: written before the checkpoint is committed, and verified before it is read.
 
-The arrays on disk contain no checksums: without separate ones, a changed byte would silently change a parameter. For
-files in a bucket, only sizes are compared, because the object store itself keeps checksums. Several processes share the
-work: each computes checksums of the files that it wrote, and verifies an equal share of all files.
+The format of the arrays on disk has no checksums: without these separate checksums, a changed byte would silently
+change a parameter. For files in a bucket, only sizes are compared, because the object store itself keeps checksums.
+Several processes share the work: each process computes checksums of the files that it wrote, and verifies an equal
+share of all files.
 """
 
 import json
@@ -21,10 +22,10 @@ from trainer.runtime.storage import COMMITTED, absolute, files_below, is_remote,
 T = TypeVar("T")
 
 SUMS = "sums.json"
-_PART = "sums-{}.json"  # one process's checksums, until all are merged
+_PART = "sums-{}.json"  # the checksums of one process, until the first process merges them
 _METADATA = "_CHECKPOINT_METADATA"  # JSON; Orbax adds the commit time to it after the checksums are computed
-_WITHOUT = re.compile(rf"sums(-\d+)?\.json|{_METADATA}|{re.escape(COMMITTED)}")  # files without a checksum
-_WRITER = re.compile(r"(?:^|/)ocdbt\.process_(\d+)/")  # the number of the process that wrote the file's arrays
+_WITHOUT = re.compile(rf"sums(-\d+)?\.json|{_METADATA}|{re.escape(COMMITTED)}")  # files that get no checksum
+_WRITER = re.compile(r"(?:^|/)ocdbt\.process_(\d+)/")  # matches the number of the process that wrote the file
 # The files of a checkpoint. File systems and programs may add others, such as .nfs0001 and .DS_Store.
 _READ = re.compile(r"(state|run)/(.*/)?[^./][^/]*")
 _CHUNK = 1 << 22  # bytes
@@ -38,7 +39,8 @@ def write_sums(
 
     Args:
       process: this process's index among `processes`. Every process calls this function; the first process calls it
-        after all files are written. Each computes checksums of the files that it wrote, and the first merges them.
+        after all files are written. Each process computes checksums of the files that it wrote, and the first process
+        merges the checksums.
       meet: a barrier that returns when every process has called it with the same name.
     """
     place = "/".join(absolute(folder).parts[-3:])  # without the mount point, which may differ between hosts
@@ -108,7 +110,8 @@ def read_part(folder: Any, name: str) -> dict[str, Any]:
 
 
 def damaged(folder: Any, name: str, what: str) -> UserError:
-    """Returns the error for file `name` of a checkpoint. `what` continues the sentence after the name."""
+    """Returns the error for the damaged file `name` of a checkpoint. `what`: a phrase that follows the name in the
+    message, such as "has changed"."""
     return gone(folder) or UserError(
         f"checkpoint {folder} is damaged: {name} {what}; to continue from the previous checkpoint, remove {folder}"
     )
@@ -126,7 +129,8 @@ def _writer(name: str) -> int:
 
 
 def _in_threads(fn: Callable[[str], T], names: Sequence[str]) -> Iterator[T]:
-    """Yields the results in order. The first exception ends the iteration and cancels calls that have not started."""
+    """Calls `fn` for each name in threads. Yields the results in the order of `names`. The first exception ends the
+    iteration and cancels calls that have not started."""
     with ThreadPoolExecutor(_THREADS, "sums") as pool:
         yield from pool.map(fn, names)
 

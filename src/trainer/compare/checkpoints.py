@@ -32,7 +32,8 @@ _PARTS = {
 
 
 def compare_checkpoints(left: str, right: str, tolerance: Tolerance, say: Callable[[str], None]) -> Report:
-    """Compares the names, shapes, dtypes and values of the leaves. At most two leaves are in host memory at a time.
+    """Compares the names, shapes, dtypes and values of two checkpoints' leaves. At most two leaves are in host memory
+    at a time.
 
     Args:
       left, right: a run's folder (its newest checkpoint is compared), one of its checkpoints/N, or the output of
@@ -47,7 +48,7 @@ def compare_checkpoints(left: str, right: str, tolerance: Tolerance, say: Callab
     trees = [_tree(left), _tree(right)]
     readers = [orbax.readers(tree) for tree in trees]
     parts = [{name.partition("/")[0] for name in reader} for reader in readers]
-    # If one side contains only parameters, the optimizer state that it lacks is not a difference.
+    # If one side contains only parameters, only parameters are compared.
     both = parts[0] & parts[1] if {"params"} in parts else parts[0] | parts[1]
     quantities = []
     for part, words in _PARTS.items():
@@ -61,7 +62,8 @@ def compare_checkpoints(left: str, right: str, tolerance: Tolerance, say: Callab
 
 
 def _tree(given: str) -> Any:
-    """Returns the folder to compare, given a folder from the user: the Orbax tree of an export, or a checkpoint."""
+    """Returns the folder to compare: the Orbax tree if the user's folder `given` is an export, otherwise the folder of
+    a checkpoint (see `newest`)."""
     folder = storage.folder(given)
     check_folder(folder, [CONFIG])
     if (folder / TREE).is_dir() and (folder / CONFIG).is_file():
@@ -79,17 +81,17 @@ def _tree(given: str) -> Any:
 
 
 def _differences(part: str, readers: Sequence[Readers], tolerance: Tolerance) -> list[Difference]:
-    """Returns the differences of the leaves of `part`. Reads one pair of leaves at a time."""
+    """Returns the differences of the leaves whose path begins with `part`. Reads one pair of leaves at a time."""
     apart: list[Difference] = []
     for name in dict.fromkeys(name for reader in readers for name in reader if name.partition("/")[0] == part):
         short = name.removeprefix(f"{part}/")
         left, right = ({short: reader[name]()} if name in reader else {} for reader in readers)
-        # The first axis of islands' arrays is the axis of islands, not of layers.
+        # The first axis of the islands' arrays is not an axis of layers: it has one index per island.
         apart += differences(left, right, tolerance, _layers if part != _ISLANDS else lambda name: None)
     return sorted(apart, key=forward_order)
 
 
 def _layers(name: str) -> Iterable[int] | None:
-    """Returns the layer numbers of a stacked array, which begin at 0 in each stack; None for an array without
-    layers."""
+    """Returns the layer numbers of the stacked array `name`, which begin at 0 in each stack; None for an array that is
+    not stacked."""
     return itertools.count() if in_stack(name) else None

@@ -9,7 +9,8 @@ import numpy as np
 
 from trainer.compare.summary import Summary, cut, digest, numbered, part
 
-# Maps an array's name to the numbers of the layers along its first axis, or to None if the array is not stacked.
+# Maps an array's name to the numbers of the layers along the array's first axis, or to None if the array is not
+# stacked.
 Layers = Callable[[str], Iterable[int] | None]
 
 
@@ -17,7 +18,7 @@ class Tolerance(NamedTuple):
     """Tolerances for the comparison of two arrays.
 
     Elements may differ by at most `atol`, or by at most `rtol` times the largest magnitude in the two arrays. If `atol`
-    and `rtol` are 0, only bit-identical arrays are equal. Integers and bools must always be equal.
+    and `rtol` are 0, only bit-identical arrays are equal. Integers and bools must be equal with any tolerance.
     """
 
     rtol: float = 0.0
@@ -28,7 +29,7 @@ BITS = Tolerance()
 
 
 class Difference(NamedTuple):
-    """The difference between two sides of one array, or of one of its layers.
+    """The difference between the left and the right side of an array, or of one layer of a stacked array.
 
     Attributes:
       name: canonical, such as "decoder/layers/mlp/wo/kernel".
@@ -36,11 +37,12 @@ class Difference(NamedTuple):
       bits: whether both sides have the same dtype and the same bits.
       equal: whether both sides have the same bits, or are equal within the tolerance.
       absolute: the largest absolute difference of corresponding elements. It is infinite if a differing element is not
-        finite, or if the arrays cannot be subtracted; `note` then contains the reason.
+        finite, or if the arrays cannot be subtracted. In the latter case, `note` contains the reason.
       relative: `absolute` divided by the largest magnitude in the two arrays.
-      note: a difference in something other than values: in dtype or shape, or an array that one side lacks.
-      summaries: statistics of both sides, if the sides differ and the left side is a record that contains only a
-        checksum of the array. In this case, `absolute` and `relative` are infinite.
+      note: a description of a difference other than in values: different dtypes or shapes, or an array that one side
+        lacks.
+      summaries: statistics of both sides if the sides differ and the left side is a record with only a checksum of the
+        array, not its values; otherwise "". With statistics, `absolute` and `relative` are infinite.
     """
 
     name: str
@@ -59,7 +61,8 @@ class Difference(NamedTuple):
 
 
 def forward_order(entry: Difference) -> tuple[int, int, bool, str, str]:
-    """Returns a sort key in the order of the forward pass: embedding, each layer with its output last, norm, logits."""
+    """Returns a sort key for the order of the forward pass: embedding, each layer with its output last, norm,
+    logits."""
     if entry.layer is not None:
         # Within a layer, sorted by the last part of the name, because the order of computation is unknown.
         return 1, entry.layer, entry.name.endswith("/output"), entry.name.rpartition("/")[2], entry.name
@@ -72,7 +75,7 @@ def differences(
     """Returns a Difference for each array that either side has. A stacked array gets a Difference for each layer.
 
     The arrays of the left side come first, in its order, followed by arrays that only the right side has. Arrays may be
-    on devices: they are copied to the host one by one. The left side may have a record's `Summary` objects as arrays.
+    on devices: they are copied to the host one by one. If the left side is a record, its arrays are `Summary` objects.
     """
     different: list[Difference] = []
     for name in dict.fromkeys([*left, *right]):
@@ -89,7 +92,8 @@ def differences(
 
 
 def _of_summary(name: str, left: Summary, right: np.ndarray, tolerance: Tolerance) -> Iterator[Difference]:
-    """Compares checksums. If a checksum differs and the record contains the values, compares the values."""
+    """Compares the checksums in `left` with those of `right`. If they differ and the record contains the values,
+    compares the values."""
     same = left.shape == right.shape and left.dtype == str(right.dtype)
     mine = list(cut(right, left.layers)) if same else []
     bits = [a.digest == digest(b) for a, b in zip(left.parts, mine, strict=same)]

@@ -38,7 +38,7 @@ from trainer.training.run import Run
 from trainer.training.start import Start, other_arrays
 from trainer.training.step import dropout_key, make_gradients
 
-# The names of facts about the compiled step (`Measured.facts`). Numbers are per device.
+# The names of the facts about the compiled step in `Measured.facts`. Their numbers are per device.
 TEXT, FLOPS, ARGUMENTS, TEMPORARIES = "program text", "FLOPs", "memory: state, batch", "memory: temporaries"
 
 # The names of the quantities of an update at a simulated later step; see `update`.
@@ -49,7 +49,7 @@ Arrays = dict[str, Any]  # by canonical name
 
 @dataclass
 class Shared:
-    """Values that the sides share in one measurement."""
+    """Values that are computed for one side and reused for the other sides of the same measurement."""
 
     executables: dict[Any, Any] = field(default_factory=dict)  # compiled programs, by program text
     midway: Arrays | None = None  # a simulated later state of the left side; see `update`
@@ -57,7 +57,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class Program:
-    """A side's run, and its map of parameter names to the left side's names."""
+    """The run of one side, and a map from the side's parameter names to the left side's names."""
 
     name: str
     run: Run
@@ -75,7 +75,7 @@ class Program:
 
     @property
     def abstract(self) -> Any:
-        """The canonical train state as shapes with shardings."""
+        """The canonical train state with a ShapeDtypeStruct, including the sharding, at each leaf."""
         return self.run.codec.unpack(self.run.abstract_args()[0])
 
     def tree(self, native: Any) -> Any:
@@ -90,8 +90,8 @@ class Program:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The common starting state, on the host. `params`: the parameters, by the left side's names. `later`: the rest of
-    a trained state (step, optimizer state, variables without gradients), by path; None at step 0."""
+    """The common starting state, on the host. `params`: the parameters, by the left side's names. `later`: the other
+    leaves of a trained state (step, optimizer state, variables without gradients), by path; None at step 0."""
 
     params: Arrays
     later: Arrays | None
@@ -99,7 +99,8 @@ class Snapshot:
 
 @dataclass
 class Measured:
-    """The arrays of each measured quantity, which may be on devices, and facts about the compiled step."""
+    """The measured arrays, by the name of the quantity and the canonical name of the array, and facts about the
+    compiled step. The arrays may be on devices."""
 
     arrays: dict[str, Arrays]
     facts: dict[str, Any] = field(default_factory=dict)
@@ -110,7 +111,7 @@ class Measured:
 
 
 def take(program: Program, begin: Start) -> Snapshot:
-    """Returns the snapshot of a starting state."""
+    """Returns a snapshot of the starting state `begin`."""
     tree = program.tree(begin.state)
     params = {program.names.common(name): np.array(leaf) for name, leaf in names_of(tree.params).items()}
     later = tree._replace(params=None)
@@ -120,7 +121,7 @@ def take(program: Program, begin: Start) -> Snapshot:
 def state(program: Program, snapshot: Snapshot) -> Any:
     """Returns the side's native train state, with the parameters of `snapshot` in the side's dtypes and shardings.
 
-    A parameter that the snapshot lacks, or has with another size, keeps the side's initial value.
+    A parameter that the snapshot lacks or has with another size gets this side's initial value.
 
     Raises:
       UserError: the snapshot contains a trained state, and this side's optimizer state has another structure.
@@ -160,8 +161,8 @@ def _with_later(program: Program, native: Any, later: Mapping[str, np.ndarray]) 
 
 
 def _compiled(known: Shared, run: Run, fn: Callable[..., Any], *args: Any) -> Callable[..., Any]:
-    """Returns `fn` compiled for `args` and the mesh of `run`, with the compiler options of the training step. Reuses an
-    executable of the same program in `known`."""
+    """Returns `fn` compiled for `args` and the mesh of `run`, with the compiler options of the training step. If
+    `known` contains an executable of the same program, returns this executable."""
     options = compiler_options(run.config, run.mesh.devices.flat[0].platform)
     lowered = jax.jit(run.sharded(fn), compiler_options=options).lower(*args)
     key = (lowered.as_text(), lowered.in_tree, lowered.out_tree, *options)
@@ -201,14 +202,15 @@ def activations(program: Program, snapshot: Snapshot, batch: Batch, known: Share
 
 
 def _forward(run: Run, native: Any) -> TrainTree:
-    """Returns the parts of a native train state that a forward pass reads. With DiLoCo, these are the outer parameters
-    and the first island's `rest`."""
+    """Returns the parts of a native train state that a forward pass reads. With DiLoCo, the result has the outer
+    parameters and the first island's `rest`."""
     return run.states.first(run.codec.unpack(native))
 
 
 def _real(name: str, batch: Any) -> jax.Array:
     """Returns a mask of the tokens at which the activation `name` is compared, bool [b, t]: all tokens except padding.
-    In modules of multi-token prediction, a token counts as padding if any module has no target token for it."""
+    For activations of multi-token prediction, a token that lacks a target token in any of the modules counts as
+    padding."""
     segments = batch["inputs_segmentation"]
     if name.startswith(f"{MTP}/") and (ahead := ahead_of(batch)) is not None:
         segments = ahead.segments[..., -1]
@@ -245,9 +247,9 @@ def update(program: Program, snapshot: Snapshot, batch: Batch, known: Shared) ->
     """Measures the training step, compiled as for training: parameters and optimizer after one update, and the step's
     cost.
 
-    At step 0, also measures an update of the same parameters with a simulated optimizer state of a later step, which is
-    drawn once, for the left side (see `midway`). This second update is skipped for a side whose optimizer state has a
-    different structure.
+    At step 0, also measures an update of the same parameters with a simulated optimizer state of a later step (see
+    `midway`). The simulated state is drawn once, for the left side. The second update is skipped for a side whose
+    optimizer state has a different structure.
     """
     run = program.run
     text = _text(program)
@@ -262,7 +264,7 @@ def update(program: Program, snapshot: Snapshot, batch: Batch, known: Shared) ->
     params, first = after(snapshot)
     arrays = {"updated parameters": params, "optimizer state": first}
     if snapshot.later is None:
-        arrays = Measured(arrays).on_host().arrays  # so that the devices never hold two states
+        arrays = Measured(arrays).on_host().arrays  # copied so that the devices never hold two states
         if known.midway is None:
             known.midway = midway(first, run.config)
         later = known.midway
@@ -272,8 +274,8 @@ def update(program: Program, snapshot: Snapshot, batch: Batch, known: Shared) ->
 
 
 def _text(program: Program) -> str:
-    """Returns the StableHLO text of the update of the canonical train state. For the native state, the text would
-    depend on the native order of its leaves."""
+    """Returns the StableHLO text of an update of the canonical train state. The text of an update of the native state
+    would depend on the order of the native state's leaves."""
     run, tree = program.run, program.abstract
     stored = jax.tree.map(lambda leaf: leaf.sharding, tree)
     jitted = jax.jit(run.computation.update, out_shardings=(stored, run.computation.metric_shardings), donate_argnums=0)
@@ -281,7 +283,7 @@ def _text(program: Program) -> str:
 
 
 def _cost(compiled: Any) -> dict[str, Any]:
-    """Returns FLOPs, and the bytes of memory per device if the compiler reports them."""
+    """Returns a dict with the FLOPs of a step and, if the compiler reports it, its memory: bytes per device."""
     facts = {FLOPS: analyze(compiled.as_text()).flops}
     if (memory := compiled.memory_analysis()) is not None:
         facts[ARGUMENTS] = float(memory.argument_size_in_bytes)

@@ -18,20 +18,23 @@ _LEAST = 1e-4  # the smallest ratio of a window's deviation to its mean that flo
 
 def midway(first: Mapping[str, Any], config: Config) -> dict[str, np.ndarray]:
     """Returns the step, the optimizer state and the other variables (`rest`) as they might be after half of the
-    schedule. An update from this state reveals differences between programs that do not affect the first update.
+    schedule: a dict from names to arrays. An update from this simulated state reveals differences between programs that
+    do not affect the first update.
 
     Counters are set to the number of updates in half of the schedule. Every value of a floating-point array (moments,
     averages) is drawn uniformly from [0.5, 1] x the array's largest magnitude after the first update. So moments have
-    the magnitude that gradients produce, and averages differ from the parameters.
+    the magnitude that real gradients produce, and averages of parameters differ from the parameters.
 
-    The windows of the spike rule are full, and chosen so that a wrong bound changes the update. The bound is mean +
-    skip_step_scaling_factor x standard deviation. For any factor, the rule accepts a step like the first one, but would
-    skip it if the bound omitted the deviation. For factors up to 0.5 / `_LEAST`, the rule would also skip it if the
-    bound omitted the mean.
+    The spike rule (`trainer.optim.spikes`) skips steps whose loss or gradient norm exceeds a bound, which it computes
+    from windows of earlier values: mean + skip_step_scaling_factor x standard deviation. The windows are full, and
+    drawn so that an error in the bound changes the update. For any factor, the rule accepts a step with the values of
+    the first step, but would skip this step if the bound omitted the deviation. For factors up to 0.5 / `_LEAST`, the
+    rule would also skip this step if the bound omitted the mean.
 
     Args:
-      first: the step, the optimizer state and `rest` after one update, by name.
-      config: resolved. The drawn values depend on its seed and on names and shapes, not on devices or shardings.
+      first: a dict from names to arrays: the step, the optimizer state and `rest` after one update.
+      config: the resolved configuration. The drawn values depend on init_weights_seed and on the names and shapes of
+        the arrays, not on devices or shardings.
     """
     updates = max(1, config.learning_rate_schedule_steps // 2)
 

@@ -37,7 +37,7 @@ from trainer.data.batches import Batch
 from trainer.state.host import KEYS
 from trainer.training.build import build
 
-# Keys for the sources of parameters and tokens. All sides use the left side's sources.
+# Keys that determine where parameters and tokens come from. All sides use the left side's parameters and tokens.
 _COMMON = (
     "vocab_size",
     "load_parameters_path",
@@ -75,14 +75,14 @@ def compare_programs(
 ) -> Report:
     """Builds each side's programs, runs them on the left side's parameters and batch, and compares the results.
 
-    The devices hold the state and one program of one side at a time; the left side's results are on the host.
+    At any time, the devices hold the state and one program of a single side; the left side's results are on the host.
 
     Args:
       sides: the left side, followed by the sides to compare with it.
       devices: all devices. A side whose mesh sizes are all given uses as many as the mesh needs; other sides use all.
       tolerance: applies to every array of every quantity.
       say: receives progress messages.
-      record: recorded results of the left side, which is then not built.
+      record: the recorded results of the left side. If given, the left side is not built.
       build: builds the run of a side from its configuration and devices.
 
     Raises:
@@ -141,7 +141,7 @@ def _batch_of(step: Step, left: Reference, activation_rows: int) -> Batch:
 def _idle(sides: Sequence[Side]) -> list[str]:
     """Returns keys that are given on the command line or differ between sides, but do not affect a comparison.
 
-    A key that a yml sets for all sides is not returned, because the yml may be that of a training run.
+    A key that a yml sets for all sides is not returned, because the yml may have been written for training.
     """
     given = {key for side in sides for key, where in side.loaded.changed.items() if by_hand(where)}
     idle = (given | differing_keys(sides).keys()) & _IDLE
@@ -149,7 +149,8 @@ def _idle(sides: Sequence[Side]) -> list[str]:
 
 
 def _check_common(sides: Sequence[Side], rows: int, built: Sequence[Program]) -> None:
-    """Rejects sides that cannot start from the left side's parameters and batch, which has `rows` rows."""
+    """Raises UserError if a side cannot start from the left side's parameters and batch. `rows`: the number of rows of
+    the batch."""
     data = [key.name for key in schema().keys.values() if key.section == "Data" and key.name not in MAY_CHANGE]
     mistakes = [
         f"{program.name}: {key}=true: comparisons need the state on the device; leave the key out"
@@ -189,7 +190,7 @@ def _activation_rows(left: Reference, built: Sequence[Program]) -> int:
 
 
 def _check_batch(left: Reference, right: Program) -> None:
-    """Rejects a recorded batch that cannot be a batch of the right side."""
+    """Raises UserError if the right side cannot use the left side's batch, which may be from a record."""
     wanted = {name: (leaf.shape, leaf.dtype) for name, leaf in right.run.given_batch(left.rows).items()}
     got = {name: (array.shape, array.dtype) for name, array in left.batch.items()}
     if wanted != got:
@@ -224,7 +225,7 @@ def _quantities(left: Reference, right: Program, expected: Measured, measured: M
 
 
 def _other_axes(left: Reference, right: Program) -> list[str]:
-    """Returns a list of one message if parameters on both sides have different logical axes; otherwise []."""
+    """Returns a list with one message if any parameter has different logical axes on the two sides; otherwise []."""
     here, there = left.axes, axes_of(right)
     names = [name for name, axes in here.items() if name in there and tuple(axes) != tuple(there[name])]
     if not names:
@@ -239,7 +240,7 @@ def _facts(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def same_text(left: str, right: str) -> str:
-    """Returns, in words, whether two programs have the same text."""
+    """Returns a phrase that describes whether two programs have the same text."""
     if left == right:
         return f"the same text, {len(left.splitlines()):,} lines"
     here, there = left.splitlines(), right.splitlines()
@@ -248,7 +249,8 @@ def same_text(left: str, right: str) -> str:
 
 
 def _head(left: Reference, sides: Sequence[Side], built: Sequence[Program]) -> list[tuple[str, str]]:
-    """Returns a description of the comparison: what all sides have in common, and the keys that differ."""
+    """Returns a description of the comparison, as labels and texts: the properties that all sides have in common, and
+    the keys whose values differ."""
     rows = [dict(left.head), *(head_of(program, left.head.get("data", "")) for program in built)]
     if len({row["model"] for row in rows}) > 1:
         for row in rows:

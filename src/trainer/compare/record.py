@@ -1,10 +1,10 @@
-"""A record: the inputs and results of a comparison's left side, in one safetensors file.
+"""A record contains the inputs and results of a comparison's left side, in one safetensors file.
 
 The tensors are the batch, the starting parameters and state, the simulated later state (see `trainer.compare.midway`)
-and the program's text. With `arrays=true`, every measured array is a tensor, too. The metadata are two texts. `record`
-is JSON with the configuration, the machine, a summary of every measured array, and a checksum of every tensor. `digest`
-is the SHA-256 of this JSON. So any changed byte is noticed. A record may come from a stranger, so nothing in it is
-executed.
+and the program's text. With `arrays=true`, every measured array is a tensor, too. The file's metadata contain two
+texts. `record` is JSON with the configuration, the machine, a summary of every measured array, and a checksum of every
+tensor. `digest` is the SHA-256 of this JSON. With these checksums, any changed byte is detected. A record may come from
+a stranger, so nothing in it is executed.
 """
 
 import contextlib
@@ -47,12 +47,12 @@ _TEXT = "program text"
 class Writer:
     """Writes a record. The file appears when the record is complete.
 
-    A safetensors file begins with its header, but the checksums in the header are known last. So the arrays are first
-    written to a temporary file.
+    A safetensors file begins with its header, but the checksums in the header are known only after all arrays. So the
+    arrays are first written to a temporary file.
     """
 
     def __init__(self, path: Path, idle: Collection[str], *, arrays: bool):
-        """`idle`: the keys that a comparison does not use. `arrays`: whether to keep the measured arrays.
+        """`idle`: the keys that have no effect on a comparison. `arrays`: whether to keep the measured arrays.
 
         Raises:
           UserError: the file exists, or its folder does not exist.
@@ -149,7 +149,7 @@ class Record:
     """An opened record. A tensor is read, and its checksum verified, when it is needed."""
 
     def __init__(self, path: Path):
-        """Raises UserError if the file is missing, not a record, or damaged."""
+        """Opens the record at `path`. Raises UserError if the file is missing, not a record, or damaged."""
         self.path = path
         if path.exists() and not path.is_file():
             kind = "a folder" if path.is_dir() else "a pipe, a socket or a device"
@@ -174,7 +174,7 @@ class Record:
         self._config = Config({**defaults, **values})
         given = self._checked(lambda: set(self._about["given"]))
         self.unknown = sorted(given - values.keys())  # keys that this version of the trainer lacks
-        self.given = {name: value for name, value in values.items() if name in given}  # see `config.sides.load_against`
+        self.given = {name: value for name, value in values.items() if name in given}  # for `config.sides.load_against`
 
     @property
     def rows(self) -> int:
@@ -192,7 +192,8 @@ class Record:
 
     @property
     def head(self) -> list[tuple[str, str]]:
-        """Labels and texts that describe what was recorded on which machine, and how this machine differs from it."""
+        """Labels and texts that describe the recorded program, the machine on which it was recorded, and how this
+        machine differs from that machine."""
         about, here = self._about, machine()
         there = self._checked(lambda: {str(name): str(value) for name, value in about["machine"].items()})
         rows = [("recorded", f"{about.get('date')}, {combination(self._config)}, {_machine(there)}")]
@@ -265,7 +266,8 @@ class Record:
         return array
 
     def _checked(self, read: Callable[[], Any]) -> Any:
-        """Returns `read()`. Converts errors that missing or wrong entries of the record's JSON cause to UserError."""
+        """Returns `read()`. If missing or wrong entries of the record's JSON cause an error, raises UserError
+        instead."""
         try:
             return read()
         except UserError:  # UserError is a ValueError
@@ -278,7 +280,7 @@ class Record:
 
 
 def _given(loaded: Loaded) -> set[str]:
-    """Returns the keys that the recorded command or its yml sets, directly or through MaxText's defaults."""
+    """Returns the keys that the recorded command sets: on the command line, in a yml, or through MaxText's defaults."""
     config = loaded.config
     plain = load(["base.yml", f"model_name={config.model_name}"], imports=False).config
     return {name for name in schema().keys if name in loaded.changed or config[name] != plain[name]}

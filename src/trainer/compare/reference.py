@@ -1,4 +1,5 @@
-"""The reference of a comparison: the left side, or a record of it. All sides start from the reference's inputs."""
+"""The reference of a comparison: the left side, built by this command or read from a record. All sides start from the
+reference's inputs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ Say = Callable[[str], None]
 Build = Callable[[Config, Sequence[jax.Device]], Run]
 Step = Callable[[Program, Snapshot, Batch, Shared], Measured]
 
-# Rows of the banner that also apply to a comparison.
+# Labels of the rows of a run's banner that also apply to a comparison.
 _HEAD = ("devices", "model", "attention", "dtype", "batch", "data")
 
 
@@ -39,14 +40,16 @@ class Reference:
     """The left side.
 
     Attributes:
-      config: the configuration; resolved if the side is built by this command, otherwise as recorded.
+      config: the configuration. It is resolved if this command builds the side; otherwise, it is the recorded
+        configuration.
       rows: the number of rows of the batch.
-      microbatch: the number of rows of a microbatch; for a record, the number of rows with recorded activations.
-      head: labels and texts that describe the left side.
+      microbatch: the number of rows of a microbatch. For a record, it is the number of rows whose activations are
+        recorded.
+      head: a dict from labels to texts that describe the left side.
       axes: the logical axes of the parameters, by common name (see `trainer.models.names`).
-      batch: the next batch of the left side, which all sides get.
-      layers: see `Program.layers`.
-      measured: a function that runs a measurement, or returns its recorded results.
+      batch: the left side's next batch. All sides use this batch.
+      layers: see `measure.Program.layers`; always returns None for a record.
+      measured: a function that runs a measurement or, for a record, returns the recorded results of the measurement.
     """
 
     name: str
@@ -63,8 +66,8 @@ class Reference:
 
 
 def build_side(side: Side, devices: Sequence[jax.Device], build: Build) -> Program:
-    """Returns the program of a side. Raises UserError if the side does not fit the devices, or if the PARAMETER_NAMES
-    of its block contain a name that no parameter has."""
+    """Returns the program of a side. Raises UserError if the side does not fit the devices, or if PARAMETER_NAMES of
+    the side's block contains a name that no parameter has."""
     config = side.loaded.config
     try:
         used = side_devices(config, devices)
@@ -86,8 +89,8 @@ def build_side(side: Side, devices: Sequence[jax.Device], build: Build) -> Progr
 
 
 def reference(side: Side, program: Program, say: Say) -> Reference:
-    """Returns `program`, built from `side`, as the reference, with the state and batch with which training would
-    begin."""
+    """Returns `program`, which was built from `side`, as the reference. Its state and batch are those with which
+    training would begin."""
     run = program.run
     dataset = open_dataset(Config({**run.config, "eval_interval": -1}), say)
     given = {key for key, where in side.loaded.changed.items() if by_hand(where)}
@@ -134,7 +137,7 @@ def axes_of(program: Program) -> dict[str, Sequence[str | None]]:
 
 
 def head_of(program: Program, data: str) -> dict[str, str]:
-    """Returns labels and texts that describe a program. `data`: the description of its data."""
+    """Returns a dict from labels to texts that describe a program. `data`: a description of the program's data."""
     device = program.run.mesh.devices.flat[0]
     rows: list[tuple[str, Any]] = banner_rows(
         program.config,

@@ -12,7 +12,7 @@ from trainer.compare.difference import Difference, Tolerance
 class Quantity:
     """The differences of one kind of array, in the order of computation.
 
-    `notes` are other differences that make the sides unequal; `remarks` are differences that do not.
+    `notes` describe other differences that make the sides unequal; `remarks` describe differences that do not.
     """
 
     name: str
@@ -42,7 +42,8 @@ class Quantity:
 
     @property
     def first(self) -> str | None:
-        """The first note, else the first unequal array, else the first with different bits; None if there is none."""
+        """The first note, otherwise the first unequal array, otherwise the first array with different bits; None if the
+        sides have equal bits."""
         if self.notes:
             return self.notes[0]
         entry = self.entry
@@ -53,7 +54,8 @@ class Quantity:
 
     @property
     def entry(self) -> Difference | None:
-        """The first unequal array, otherwise the first with different bits; None if there is none."""
+        """The first unequal array, otherwise the first array with different bits; None if all arrays have equal
+        bits."""
         apart = [d for d in self.differences if not d.equal] or [d for d in self.differences if not d.bits]
         return apart[0] if apart else None
 
@@ -62,7 +64,8 @@ class Quantity:
 class Comparison:
     """The comparison of the left side with the right side `right`.
 
-    `facts` contains, by name, both sides' numbers or a sentence about both sides. Facts do not affect equality.
+    `facts` maps the name of a fact about the compiled step to a pair of numbers (left, right) or to a phrase about both
+    sides. Facts do not affect equality.
     """
 
     right: str
@@ -81,19 +84,21 @@ class Comparison:
 
     @property
     def first(self) -> str | None:
-        """The first difference that makes the sides unequal, with its quantity."""
+        """The first difference that makes the sides unequal, with the name of the quantity; None if the sides are
+        equal."""
         return next((f"{quantity.name}: {quantity.first}" for quantity in self.quantities if not quantity.equal), None)
 
     @property
     def first_within(self) -> str | None:
-        """The first difference of bits, with its quantity, if it is within the tolerance; None otherwise."""
+        """The first array with different bits, with the name of its quantity, if this array is within the tolerance;
+        None otherwise."""
         quantity, entry = self._first_bits
         return f"{quantity.name}: {entry.where}" if quantity and entry and entry.equal else None
 
     @property
     def unsown(self) -> Difference | None:
-        """The first array with different bits, if it is the output of a layer and no other array of this layer is
-        compared; None otherwise."""
+        """The first array with different bits, if this array is the output of a layer and no other array of the layer
+        is compared; None otherwise."""
         quantity, entry = self._first_bits
         if not (quantity and entry) or quantity.name != "activations" or entry.layer is None:
             return None

@@ -1,4 +1,4 @@
-"""Summaries of a record's arrays: per layer, a checksum and a few statistics.
+"""Summaries of a record's arrays. A summary contains a checksum and a few statistics of each layer.
 
 A record contains the values themselves only if it was written with `arrays=true`.
 """
@@ -17,9 +17,9 @@ class LayerSummary(NamedTuple):
     """The summary of one layer of an array, or of the complete array.
 
     Attributes:
-      digest: the digest of its bytes, from the function `digest`.
-      largest: the largest magnitude of its finite elements.
-      rms: the root mean square of its finite elements.
+      digest: the checksum of the bytes; see the function `digest`.
+      largest: the largest magnitude of the finite elements.
+      rms: the root mean square of the finite elements.
       odd: the number of elements that are not finite.
     """
 
@@ -36,7 +36,8 @@ class LayerSummary(NamedTuple):
 @dataclass(frozen=True)
 class Summary:
     """The summary of an array in a record. `layers`: the numbers of the layers along the array's first axis; None if
-    the array is not stacked. `read`: a function that returns the values; None if the record does not contain them."""
+    the array is not stacked. `read`: a function that returns the array's values; None if the record does not contain
+    the values."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -57,7 +58,8 @@ def summarize(array: np.ndarray, layers: Iterable[int] | None) -> Summary:
 
 
 def numbered(array: np.ndarray, layers: Iterable[int] | None) -> tuple[int, ...] | None:
-    """Returns the numbers of the layers along the first axis; None if the first axis does not match `layers`."""
+    """Returns the numbers of the layers along the first axis of `array`. Returns None if `layers` is None or too short,
+    or if `array` has no axes."""
     numbers = tuple(itertools.islice(layers, len(array))) if layers is not None and array.ndim else ()
     return numbers if numbers and len(numbers) == len(array) else None
 

@@ -54,8 +54,8 @@ def _verdict(report: Report) -> str:
 
 
 def _numbers(comparison: Comparison) -> str:
-    """Returns the statistics of both sides at the first difference, or "" unless the left side is a record without
-    arrays."""
+    """Returns the statistics of both sides at the first difference if the left side is a record without arrays;
+    otherwise ""."""
     first = next(quantity for quantity in comparison.quantities if not quantity.equal)
     return f": {first.entry.summaries}" if first.entry and first.entry.summaries and not first.notes else ""
 
@@ -92,8 +92,8 @@ def _fact(fact: tuple[float, float] | str) -> str:
 
 
 def _details(comparison: Comparison, left: str) -> list[str]:
-    """Returns the detailed table of one comparison: for each quantity, the largest differences and the first
-    difference; then facts about the training step, notes and remarks."""
+    """Returns the detailed table of one comparison. It contains the largest differences and the first difference of
+    each quantity, followed by facts about the training step, notes and remarks."""
     rows = [[f"{comparison.right} against {left}", "arrays", "", "absolute", "relative", "first difference"]]
     remarks: list[str] = []
     for quantity in comparison.quantities:
@@ -136,8 +136,8 @@ def _stage_rows(quantity: Quantity) -> list[list[str]]:
 
 
 def _stages(quantity: Quantity) -> list[tuple[str, Quantity]]:
-    """Returns the activations grouped by layer or, outside of layers, by array. Consecutive layers with equal bits are
-    merged."""
+    """Returns groups of activations and their names. Activations of a layer form one group; any other activation is a
+    group by itself. Consecutive layers with equal bits are merged."""
     stages = [(name, Quantity(name, list(group))) for name, group in itertools.groupby(quantity.differences, _stage)]
     rows: list[tuple[str, Quantity]] = []
     for same, group in itertools.groupby(stages, lambda item: item[1].bits and item[0].startswith("layer ")):
@@ -155,7 +155,8 @@ def _stage(difference: Difference) -> str:
 
 
 def _columns(rows: Sequence[Sequence[str]], rights: Sequence[int] = ()) -> list[str]:
-    """Returns rows as aligned columns, with the first row as a heading. Columns in `rights` are right-aligned."""
+    """Returns the lines of a table with aligned columns and the first row as heading. `rights`: the indices of
+    right-aligned columns."""
     count = max(map(len, rows))
     filled = [[*row, *[""] * (count - len(row))] for row in rows]
     widths = [max(len(row[i]) for row in filled if len(row) > i) for i in range(count)]

@@ -17,8 +17,8 @@ from trainer.config.paths import path_problem, url_problem
 def contradictions(config: Config, where: Mapping[str, str], broken: set[str]) -> list[str]:
     """Returns one message for each failed check, with the keys, their values and sources, and the problem.
 
-    `where` maps each key to the source of its value. `broken`: the keys whose values could not be read; their checks
-    are skipped.
+    `where` maps each key to the source of its value. `broken`: the keys whose values could not be read; checks of these
+    keys are skipped.
     """
     messages = []
     facts = None if "decoder_block" in broken else facts_of(config)

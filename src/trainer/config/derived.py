@@ -66,7 +66,8 @@ def eval_batch_rows(config: Config) -> int:
 
 
 def eval_parts(config: Config) -> int:
-    """Returns the number of microbatch-sized parts of an evaluation batch; 1 if microbatches do not divide it."""
+    """Returns the number of parts, each as large as a microbatch, into which an evaluation batch is split. Returns 1 if
+    the batch cannot be split into such parts."""
     parts, left = divmod(eval_batch_rows(config), microbatch_rows(config))
     return parts if parts and not left else 1
 
@@ -98,7 +99,7 @@ def samples_divergence(config: Config) -> bool:
 
 
 def rollouts_share(config: Config) -> float:
-    """Returns the share of rounds with texts that the model generates; the other rounds use texts of the data."""
+    """Returns the share of rounds with texts that the model generates; the other rounds use texts from the data."""
     return config.distill_rollouts_share if config.use_distill else 1.0
 
 

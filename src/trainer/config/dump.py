@@ -15,7 +15,7 @@ from trainer.config.schema import schema
 
 
 def to_yaml(config: Config) -> str:
-    """Returns the keys of `config` as a yml that `load` reads back to the same values, in the order of base.yml.
+    """Returns `config` as the text of a yml from which `load` reads the same values. Keys are in the order of base.yml.
 
     Omits `run_name`, so that a command with this yml starts a new run. Also omits the keys for processes and their
     supervision.
@@ -32,7 +32,7 @@ def to_flow(value: Any) -> str:
     if isinstance(value, Mapping | ml_collections.ConfigDict):
         return f"{{{', '.join(f'{to_flow(key)}: {to_flow(item)}' for key, item in value.items())}}}"
     if value is None or isinstance(value, bool | int):
-        return json.dumps(value)  # writes these common types as YAML does, a hundred times faster
+        return json.dumps(value)  # the same text as YAML's for these common types, a hundred times faster
     return _known(value) if isinstance(value, str | float) else _dumped(value)
 
 
@@ -47,7 +47,7 @@ def _dumped(value: Any, style: str | None = None) -> str:
 
 
 def as_words(keys: Mapping[str, Any], names: Sequence[str] | None = None) -> list[str]:
-    """Returns `key=value` for `names` (default: all), in the syntax of a command line."""
+    """Returns a command-line argument `key=value` for each key in `names` (default: for all keys)."""
     return [f"{name}={_text(keys[name])}" for name in (keys if names is None else names)]
 
 

@@ -13,7 +13,8 @@ from trainer.config.schema import schema
 
 
 def _table(config: Config) -> list[Inert]:
-    """Returns the rows of `INERT`, preceded by rows for the keys that the family of `config` fixes or does not read."""
+    """Returns the entries of `INERT`, preceded by entries for keys that the family of `config` fixes or does not
+    read."""
     facts = facts_of(config)
     ignored = facts.ignores.items() if facts else ()
     reasons = [(keys, f"decoder_block={config.decoder_block} {reason}") for reason, keys in ignored]
@@ -33,7 +34,7 @@ def without_effect(config: Config, changed: Mapping[str, str]) -> list[str]:
 
 
 def without_effect_here(config: Config, changed: Mapping[str, str], before: Config) -> list[str]:
-    """Returns the same kind of lines as `without_effect`, for keys whose effect depends on the devices.
+    """Returns lines like those of `without_effect` about keys whose effect depends on the devices.
 
     Omits keys that have no effect whatever the devices are, because `without_effect` reports them.
 

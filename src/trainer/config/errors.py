@@ -33,7 +33,8 @@ class NotBuilt(UserError, NotImplementedError):
 
 
 class Unbuilt(str):
-    """The message of an error about a setting that is not implemented yet. `report` raises it as NotBuilt."""
+    """A message about a valid setting that is not implemented yet. If `report` gets such a message, it returns a
+    NotBuilt."""
 
 
 class RunStopped(RuntimeError):
@@ -46,9 +47,10 @@ def exit_on_user_error(main: Callable[P, R]) -> Callable[P, R]:
     A RunStopped does the same with code 1. Following the shell's conventions, Ctrl-C exits with code 130 and a broken
     pipe (`| head`) with 141. Other exceptions pass through.
 
-    If Ctrl-C has the system's default action when `main` begins (see `trainer/__init__.py`), it keeps this action until
-    `closed_at_interrupt` or `trainer.runtime.preemption` replaces it, because there is state to close. When `main`
-    ends, the default action is restored, and an interrupted process ends without waiting for threads.
+    If Ctrl-C has the system's default action when `main` begins (see `trainer/__init__.py`), this decorator does not
+    change the action. `closed_at_interrupt` and `trainer.runtime.preemption` replace it while there is state to close
+    or save. When `main` ends, the default action is restored, and an interrupted process ends without waiting for
+    threads.
     """
 
     @functools.wraps(main)
@@ -122,7 +124,7 @@ def _end_as_interrupted() -> None:
 def command_line(argv: Sequence[str] | None) -> list[str]:
     """Returns `argv` or, if it is None, the arguments of the process.
 
-    Prints a warning for each key with two different values.
+    Prints a warning for each key that is given with two different values.
 
     Raises:
       UserError: the arguments are not UTF-8.
@@ -137,10 +139,10 @@ def command_line(argv: Sequence[str] | None) -> list[str]:
                 + on_one_screen([shortened(repr(word)[1:]) for word in bad])
             )
         )
-    given: dict[str, tuple[str, str]] = {}  # by key without its group: lora_rank for lora.lora_rank
+    given: dict[str, tuple[str, str]] = {}  # key without its group (lora_rank for lora.lora_rank): argument, value
     for word in words:
         name, equals, text = word.partition("=")
-        key = name if "_overrides." in name else name.rpartition(".")[2]  # teacher_overrides.KEY differs from KEY
+        key = name if "_overrides." in name else name.rpartition(".")[2]  # teacher_overrides.KEY does not set KEY
         before, said = given.get(key, (word, text))
         if equals and said != text:
             line = f"warning: {shortened(before)} has no effect: a later argument overrides it, {shortened(word)}"
@@ -156,10 +158,11 @@ def report(mistakes: Sequence[str]) -> UserError:
 
 
 def on_one_screen(lines: Sequence[str]) -> list[str]:
-    """Returns `lines`. If they exceed a screen, returns the lines that fit, in order, and the number of omitted lines.
+    """Returns `lines` if they fit on a screen; otherwise those that fit, in order, and a last line with the number of
+    omitted lines.
 
-    The first line of each kind takes precedence over later ones. Lines of one kind state the same problem for different
-    keys. A line that is too long is cut in the middle.
+    If not all lines fit, the first line of each kind takes precedence over other lines; lines of the same kind state
+    the same problem for different keys. Very long lines are cut in the middle.
     """
     clipped = [_clip(line) for line in lines]
     if _height(clipped) < SCREEN_LINES:
@@ -182,7 +185,8 @@ def _clip(line: str) -> str:
 
 
 def _kind(line: str) -> str:
-    """Returns the first words of the message in `line`, without key, value, source, and other names and numbers."""
+    """Returns the kind of the message in `line`: its first words, without the key, its value and source, quoted names,
+    and numbers."""
     head, _, said = line.partition("): ")
     name = head.partition("=")[0].partition(" ")[0]
     words = re.sub(r"'.*?'|\".*?\"|[0-9]+", "", (said or line).replace(name, "")).split()
@@ -192,8 +196,9 @@ def _kind(line: str) -> str:
 def nearest(word: str, names: Iterable[str]) -> str:
     """Returns the end of a message, `; nearest: NAME`, or "" if no name is similar to `word`.
 
-    A name is similar if most letters match, or if it contains all parts of the word: per_device_batch_size contains all
-    parts of batch_size. For num_steps the nearest name is steps, although a longer name contains both num and steps.
+    A name is similar if most letters match, or if it contains all parts of `word` that underscores separate:
+    per_device_batch_size contains both parts of batch_size. For num_steps the nearest name is steps, although a longer
+    name contains both num and steps.
     """
     candidates = list(names)
     parts = _parts(word)

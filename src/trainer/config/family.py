@@ -26,8 +26,8 @@ RECURRENT = (
     *("gdn_num_key_heads", "gdn_num_value_heads", "gdn_key_head_dim", "gdn_value_head_dim"),
     "gdn_conv_kernel_dim",
 )
-# Keys that the blocks of only some families read. Other families refuse these keys, because they would change the
-# model.
+# Keys that the blocks of only some families read. Other families refuse these keys instead of ignoring them, because
+# their blocks cannot make the model that the keys describe.
 BLOCK_KEYS = (
     *("attention_bias", "sliding_window_pattern", "nope_layer_interval", "use_post_attn_norm", "use_post_ffw_norm"),
     *("partial_rotary_factor", "rope_short_factor", "rope_long_factor"),
@@ -36,7 +36,7 @@ BLOCK_KEYS = (
     *MULTIPLIERS,
     *RECURRENT,
 )
-# The keys that the blocks of some families read, and the blocks of others do not.
+# The keys that the blocks of some, but not all families read.
 OPTIONAL = ("num_experts", "norm_topk_prob", *OF_SOME, *LATENT, "fused_qkv", PATTERN, *BLOCK_KEYS)
 ROPE = (
     *("rope_min_timescale", "rope_max_timescale", "rope_type", "rope_linear_scaling_factor", "rope_factor"),
@@ -48,28 +48,31 @@ _MODULE = "facts"  # the name of a module that stage 1 may import
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts of a family. It defines them in a module called `facts`, which imports only `trainer.config`.
+    """The facts of a model family, defined in a module called `facts` that imports only `trainer.config`.
 
     Attributes:
-      family: the import path `module:NAME` of the implementation: a `trainer.models.family.Family`, or the
-        class of its blocks if it has only one.
+      family: the import path `module:NAME` of the implementation: a `trainer.models.family.Family` or, for a family
+        with only one class of blocks, that class.
       reads: the keys of `OPTIONAL` that its blocks read. The other keys of `OPTIONAL` have no effect, or are refused.
-      ignores: keys outside of `OPTIONAL` that its blocks do not read, by reason, such as "has no rotary positions".
-      fixes: keys that have the same value in every configuration of this family, each with this value.
+      ignores: maps a reason, such as "has no rotary positions", to keys outside of `OPTIONAL` that its blocks do not
+        read for this reason.
+      fixes: maps each key that has the same value in every configuration of this family to that value.
       sinks: whether its attention has sinks (see `trainer.ops.attention`), which some kernels do not support.
       recurrent: whether its blocks mix the tokens of a row by other means than attention, for example by a recurrent
         state. If so, the tokens of a row cannot be split over devices.
       has_rest: whether the last repetition of its pattern of `interleave_moe_layer_step` layers may be incomplete.
       maxtext_layers: the number of layers that MaxText counts as one.
-      maxtext_words: arguments of MaxText's commands, `key=value` in lower case, each with the equivalent to which
-        `trainer.from_maxtext` converts it. An equivalent of "" means that all blocks of the family have this value;
-        other values are refused.
-      period: n if every n-th layer attends to the whole document, and the others within `sliding_window_size`; the key
-        `sliding_window_pattern` overrides n. 0: `attention_type` applies to every layer.
-      checks: the family's checks. Each has keys, and a function that returns the problem with their values, or None.
-      tensors: a function that returns the tensors of every model with the given configuration, with their logical axes;
-        {} if only the tensors in `trainer.config.tensors.EVERY_MODEL` are known. Stage 1 checks the sizes and rules of
-        these tensors; other tensors are checked when the model is made.
+      maxtext_words: maps arguments of MaxText's commands, `key=value` in lower case, to the arguments of this trainer
+        to which `trainer.from_maxtext` converts them. An argument is mapped to "" if the family always has this value;
+        other values of its key are refused.
+      period: n if every n-th layer attends to the whole document, and all other layers attend within a window of
+        `sliding_window_size` tokens. The key `sliding_window_pattern` overrides n. 0: `attention_type` applies to every
+        layer.
+      checks: the family's checks. Each is a pair of keys and a function. Given the configuration, the function returns
+        what is wrong with the values of the keys, or None.
+      tensors: a function of the configuration. It returns a dict from the names of the model's tensors, as far as
+        known, to their logical axes; {} if only the tensors in `trainer.config.tensors.EVERY_MODEL` are known. Stage 1
+        checks the sizes and rules of these tensors; other tensors are checked when the model is made.
     """
 
     family: str
@@ -101,7 +104,8 @@ class Facts:
 
 @functools.cache
 def families() -> Mapping[str, str]:
-    """Returns the import path of each family's facts, by decoder_block. Not the facts, because models import config."""
+    """Returns a dict from each decoder_block to the import path of its facts. Import paths avoid a circular import,
+    because `trainer.models` imports `trainer.config`."""
     return importlib.import_module("trainer.models").FAMILIES
 
 
@@ -174,7 +178,7 @@ def lacks(config: Config, key: str) -> bool:
 
 
 def fixed(config: Config) -> Mapping[str, Any]:
-    """Returns the keys that are fixed in the family, with their values; {} if the family is unknown."""
+    """Returns `Facts.fixes` of the family of `config`; {} if the facts are unknown."""
     facts = facts_of(config)
     return facts.fixes if facts else {}
 

@@ -1,4 +1,4 @@
-"""YAML files of keys: the user's file, its parents and the presets."""
+"""Reads YAML files of keys: the user's file, its parents and the presets."""
 
 import dataclasses
 import functools
@@ -21,8 +21,8 @@ COMMAND_LINE, DEFAULT = "command line", "default"
 ENVIRONMENT = "environment variable "  # followed by the name of the variable
 YML_ENDINGS = (".yml", ".yaml")
 MAXTEXT_YML = Path(__file__).parent / "maxtext" / "maxtext.yml"
-# The files with the settings that maxtext.yml adds in each post-training command, by the key that selects the command.
-# If several keys are true, the first one selects it. The files are named as in MaxText.
+# Maps each key that selects a post-training command to the file of the settings that maxtext.yml adds in this command.
+# If several of these keys are true, the first one selects the command. The files are named as in MaxText.
 POST_TRAIN = {
     key: Path(__file__).parent / "maxtext" / "post_train" / f"{name}.yml"
     for key, name in (("use_distill", "distillation"), ("use_sft", "sft"), ("use_dpo", "dpo"), ("use_grpo", "rl"))
@@ -73,7 +73,7 @@ def source_name(where: str) -> str:
 
 
 def is_maxtexts_base(name: str) -> bool:
-    """Returns whether `name` is the path of base.yml in a MaxText checkout, and no such file exists."""
+    """Returns whether `name` has the form of a path to base.yml in a MaxText checkout, but no such file exists."""
     return _MAXTEXT_BASE.fullmatch(name) is not None and not Path(name).is_file()
 
 
@@ -191,10 +191,12 @@ def _take_parent(entries: list[Entry]) -> Entry | None:
 
 
 def _find(wanted: str, folder: Path, visited: Iterable[Path]) -> Path | None:
-    """Returns the path of the file `wanted`, relative to `folder` or, inside a MaxText checkout, to its configs folder.
+    """Returns the path of the file that the text `wanted` names; None if there is no such file.
 
-    base.yml and maxtext.yml mean the packaged files if there is no other file with that name. Returns None if there is
-    no such file.
+    A relative path is searched in `folder` and, if `folder` is inside a MaxText checkout, in the checkout's configs
+    folder. If no file is found, base.yml and maxtext.yml mean the packaged files. The path of base.yml in a MaxText
+    checkout then means the packaged base.yml, and the path of a post-training file there means the packaged
+    maxtext.yml.
     """
     if path_problem(wanted):
         return None
@@ -221,8 +223,8 @@ def _why_not_found(wanted: str, folder: Path) -> str:
 def _is_maxtext(entries: Sequence[Entry], schema: Schema) -> bool:
     """Returns whether a file without base_config is a version of MaxText's base.yml.
 
-    The criterion is the number of keys that our base.yml lacks: a copy of our base.yml has none, and MaxText's first
-    version has 17.
+    The criterion is the number of the file's keys that our base.yml lacks: 0 in a copy of our base.yml, and 17 in the
+    first version of MaxText's base.yml.
     """
     names = {entry.name for entry in entries}
     foreign = names - set(schema.keys)

@@ -37,7 +37,7 @@ def flags_of(name: str) -> dict[str, bool]:
 
 
 def linen_stack(config: Config) -> str | None:
-    """Returns how to get a Linen decoder stack if the flags of `config` select another stack; otherwise None."""
+    """If the flags of `config` do not select a Linen decoder stack, returns how to get one; otherwise None."""
     linen = {name: flags for name, flags in COMBINATIONS.items() if flags[1:2] == (False,)}
     if combination(config) in linen:
         return None
@@ -49,7 +49,7 @@ def linen_stack(config: Config) -> str | None:
 
 
 def removal(config: Config) -> str | None:
-    """Returns a notice that Linen will be removed if the flags of `config` select it; otherwise None."""
+    """If the flags of `config` select Linen, returns a notice that Linen will be removed; otherwise None."""
     if all(_flags(config)):
         return None
     return (

@@ -16,7 +16,8 @@ Entry = Any | Callable[[Config], Any]
 
 
 def _adapters(otherwise: float, with_adapters: float) -> Callable[[Config], float]:
-    """Returns a table entry: `with_adapters` for runs with adapters, `otherwise` for other runs."""
+    """Returns an entry of FROM_A_MODEL: its value is `with_adapters` for runs with adapters, and `otherwise` for other
+    runs."""
     return lambda config: with_adapters if config.enable_lora else otherwise
 
 

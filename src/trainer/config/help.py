@@ -15,7 +15,7 @@ from trainer.config.schema import Key, plain_name, schema
 _HELP, _EXPLAIN, _ALL = ("help", "--help", "-h"), "--explain", "all"
 _WIDTH = 116
 
-# The commands that take the keys of training, each with its options and description.
+# The commands that accept the keys of training, each with its options and its description.
 _COMMANDS = {
     "train": ("[--dry-run]", "Trains a language model."),
     "sft": ("[--dry-run | --show N]", "Fine-tunes a language model on conversations."),
@@ -55,7 +55,8 @@ Presets of model_name: {presets}."""
 
 
 class Question(NamedTuple):
-    """A --help or --explain option in a command line: about a section ("" for the list of sections) or a key."""
+    """A --help or --explain option in a command line: about a section or, if `section` is None, about a key. The
+    section "" means the list of sections."""
 
     section: str | None
     key: str

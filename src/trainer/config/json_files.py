@@ -100,7 +100,8 @@ def parsed(text: str | bytes) -> Any:
 
 
 def field_problems(data: Mapping[str, Any], fields: Mapping[str, Field]) -> list[str]:
-    """Returns a message for each value in `data` that its field in `fields` does not allow. Ignores other names."""
+    """Returns a message for each value in `data` that its field in `fields` does not allow. Ignores names without a
+    field."""
     return [
         f"{name}={shown(data[name])}, not {field.allowed}"
         for name, field in fields.items()

@@ -1,9 +1,9 @@
-"""The types with which code defines properties of keys: a row applies to a group of keys with the same properties.
+"""The types that describe keys in code. A `Row` describes a group of keys with the same properties.
 
-Each file of capabilities/ defines for its keys: rows (ROWS), checks of their values (CHECKS), and the settings under
-which they have no effect (INERT, or INERT_HERE if this depends on the devices). base.yml specifies type, choices, range
-and meaning of the values. A key without a row must not change on resume, and counts as affecting the compiled
-step.
+Each file of capabilities/ defines rows for its keys (ROWS), checks of their values (CHECKS), and the settings under
+which the keys have no effect (INERT, or INERT_HERE for settings that depend on the devices). base.yml specifies the
+type, choices, range and meaning of each key. A key without a row must not change on resume, and counts as affecting the
+compiled step.
 """
 
 import re
@@ -18,7 +18,7 @@ Check = tuple[Sequence[str], Problem]  # the keys whose values a message shows, 
 
 
 def refused(keys: Sequence[str], when: Callable[[Config], object], why: str) -> Check:
-    """Returns the check that fails with the message `why` if `when(config)` is true."""
+    """Returns the check of `keys` that fails with the message `why` if `when(config)` is true."""
     return keys, lambda config: why if when(config) else None
 
 
@@ -95,7 +95,7 @@ class Row(NamedTuple):
 
 
 def regexes(key: str) -> Check:
-    """Returns the check of a list of regular expressions."""
+    """Returns the check that the value of `key` is a list of valid regular expressions."""
 
     def problem(config: Config) -> str | None:
         for pattern in config[key] or ():

@@ -9,21 +9,24 @@ JSON_BYTES, JSON_DEPTH = 64 << 20, 64
 FILE_BYTES = 1 << 28
 # Counts in config.json. PERIOD is low because layers that differ within a period are compiled one by one.
 LAYERS, PERIOD, EXPERTS, MODULES = 4096, 64, 4096, 64
-# quantization_config: groups, regular expressions, characters per expression, and digits of a repetition count.
+# quantization_config: the numbers of groups and of regular expressions, the number of characters of an expression, and
+# the number of digits of a repetition count in it.
 GROUPS, PATTERNS, PATTERN_CHARACTERS, REPETITION_DIGITS = 1024, 100, 200, 2
-# Chat templates, for one conversation. The characters of the template:
+# Limits for rendering one conversation with a chat template. The number of characters of the template:
 TEMPLATE_CHARACTERS = 1 << 17
-# The size of one text or list that the template makes, of all these texts and lists together, and of the result:
+# The size of a single text or list that the template makes, of all that it makes together, and of the rendered text:
 MADE_CHARACTERS, MADE_TOGETHER, RENDERED_CHARACTERS = 1 << 26, 1 << 31, 1 << 26
-# The digits of a width in a format, the bits of an integer, the operands of **, and the digits of round:
+# The number of digits of a width in a format, the number of bits of an integer, the size of an operand of **, and the
+# digits argument of round:
 FORMAT_DIGITS, INTEGER_BITS, OPERAND, ROUND_DIGITS = 3, 1 << 14, 1000, 100
 # Loop iterations and calls together, and seconds of CPU time:
 TURNS, SECONDS = 1 << 26, 2.5
-# A tokenizer.json: the maximum factor by which its normalizer lengthens a text, the characters that it may add to any
-# text, and its number of steps.
+# A tokenizer.json: the factor by which its normalizer may lengthen a text, the number of characters that the normalizer
+# may add to any text, and the normalizer's number of steps.
 GROWTH, ADDED_CHARACTERS, NORMALIZERS = 4096, 4096, 64
-# Compressed data: bytes after decompression, and their ratio to the compressed bytes; only one of these limits may be
-# exceeded. The third limit is for Parquet: bytes of the values that are read at once, if values may be repeated.
+# Compressed data: the bytes after decompression, and the ratio of these bytes to the compressed bytes; data that exceed
+# both limits are refused. The third limit is for Parquet files in which values may be repeated: the bytes of the values
+# that are read at once.
 UNPACKED_BYTES, UNPACKED_RATIO, TOGETHER_BYTES = 256 << 20, 200, 1 << 28
 # A GGUF file: number of keys and of tensors, number of texts in all lists together, bytes of a name, and axes of a
 # tensor. The header has at most FILE_BYTES.

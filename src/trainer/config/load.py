@@ -41,7 +41,8 @@ from trainer.config.scale import growth, scaled
 from trainer.config.schema import Schema, schema
 from trainer.config.trust import foreign_code
 
-# Sections whose keys are needed before the model is read: how processes connect, and where they read and write.
+# The sections of base.yml whose keys are needed before the model is read: they determine how processes connect, and
+# where they read and write.
 _BEFORE_THE_MODEL = ("Run and output", "Several processes", "Ahead-of-time compilation")
 
 _OF_COMMAND = "default of this command"  # the source of a setting
@@ -75,7 +76,8 @@ class Loaded:
 
     @property
     def measures(self) -> bool:
-        """Whether the row length comes from the data, because no key sets it, and a model is fine-tuned on records."""
+        """Whether the row length is derived from the data. This is the case if max_target_length is not set, and the
+        model at load_parameters_path is fine-tuned on records or trained on its rollouts."""
         further = self.config.load_parameters_path and (
             has_rollouts(self.config) or any(self.config[key] for key in METHODS)
         )
@@ -101,7 +103,7 @@ class Description:
     Attributes:
       keys: the model's keys, and tokenizer_path if the checkpoint has a tokenizer.
       where: the source of these keys.
-      tokenizer: a folder with the files of tokenizer_path, if that path no longer has them; otherwise "".
+      tokenizer: a folder with copies of the tokenizer's files, if tokenizer_path no longer has them; otherwise "".
       notes: lines for the user.
     """
 
@@ -152,7 +154,7 @@ def begin(
 
 
 def unchecked(argv: Sequence[str], environment: Mapping[str, str] | None = None) -> Config:
-    """Returns the configuration of a command line without its preset, before the keys are checked together."""
+    """Returns the settings of a command line, without the preset of model_name, before they are checked together."""
     return _begin(argv, COMMAND_LINE, environment, None).config
 
 
@@ -192,7 +194,7 @@ class Begun:
     Attributes:
       config: the defaults, overridden by the given keys; without the preset.
       given: the settings of the user's yml, of the command line and of its environment.
-      loaded: the configuration, if no model has to be read.
+      loaded: the complete configuration if no model has to be read; otherwise None.
     """
 
     config: Config
@@ -215,7 +217,8 @@ class Begun:
         return "" if known or ("://" in path and not path.startswith("gs://")) else path
 
     def end(self, described: Description | None = None) -> Loaded:
-        """Returns the configuration. `described` replaces the preset; it is None if the checkpoint describes no model.
+        """Returns the checked configuration. `described` replaces the preset; None if the checkpoint does not describe
+        a model.
 
         Raises:
           UserError: lists all errors, one line each.
@@ -236,7 +239,7 @@ class Begun:
             config = _config(sized)
         where = {name: setting.where for name, setting in sized.items()}
         reader.mistakes += _outgrown(reader.schema, values, sized)
-        if code := self._foreign():  # reports foreign code before it is imported
+        if code := self._foreign():  # reports code that untrusted files name before it is imported
             raise report([*reader.mistakes, *code])
         if imports:
             _import_facts(reader, config)
@@ -267,14 +270,16 @@ class Begun:
         return foreign_code(self._reader.schema.keys, self.config, self._changed, chain)
 
     def _certain_contradictions(self) -> list[str]:
-        """Returns the contradictions among keys of `_BEFORE_THE_MODEL`, which no model can change."""
+        """Returns the contradictions among keys in the sections `_BEFORE_THE_MODEL`. They do not depend on the
+        model."""
         others = {key.name for key in self._reader.schema.keys.values() if key.section not in _BEFORE_THE_MODEL}
         where = {name: setting.where for name, setting in merge(self._values, dict(self.given)).items()}
         return contradictions(self.config, where, others | self._reader.broken)
 
 
 def _of_program(reader: Reader, known: Mapping[str, Setting]) -> dict[str, Setting]:
-    """Returns the settings that maxtext.yml adds in the post-training command that `known` selects, if any."""
+    """Returns the settings that maxtext.yml adds for the post-training command that `known` selects; {} for other
+    commands."""
     path = next((path for key, path in POST_TRAIN.items() if known[key].value), None)
     if path is None:
         return {}
@@ -308,7 +313,8 @@ def _import_facts(reader: Reader, config: Config) -> None:
 
 
 def answer(asked: Question, load_sides: Callable[[Sequence[str]], Mapping[str, Loaded]]) -> None:
-    """Prints the answer to a question; for a key also its value in each configuration that `load_sides` returns.
+    """Prints the answer to --help or --explain. For a key, also prints its value in each configuration from
+    `load_sides`.
 
     Raises:
       UserError: there is no such section or key; or the configuration has errors, after the key's text is printed.
@@ -381,7 +387,8 @@ def _how_to_use_them(yml: str, files: Sequence[YmlFile]) -> str:
 
 
 def _not_known(names: Sequence[str]) -> list[str]:
-    """Returns one line about the unknown keys of a MaxText base.yml of another version."""
+    """Returns a list with one line about `names`, the unknown keys of a MaxText base.yml of another version; [] without
+    such keys."""
     if not names:
         return []
     shown = f"{', '.join(names[:8])}{f' and {len(names) - 8} more' if len(names) > 8 else ''}"

@@ -11,7 +11,7 @@ from trainer.config.words import counted
 
 
 def fill_mesh(values: Config, device_count: int, num_slices: int | None) -> list[str]:
-    """Replaces each axis size -1 in `values` by the size that uses all devices of a slice, or all slices. Returns
+    """Replaces each axis size -1 in `values` so that the mesh uses all devices of each slice and all slices. Returns
     errors.
 
     `num_slices` is None for devices without slices, such as CPUs. In that case, the number of slices is the product of
@@ -75,9 +75,10 @@ def _product(sizes: Mapping[str, int]) -> str:
 
 
 def _nearest_mesh(sizes: Mapping[str, int], count: int) -> dict[str, int]:
-    """Returns the axis sizes with the product `count` that are nearest to `sizes`, by ratio. -1 matches any size.
+    """Returns a dict from axes to sizes with the product `count` that are nearest to `sizes`, by ratio. -1 matches any
+    size.
 
-    Axes of size 1 keep this size and are omitted, except for data and fsdp.
+    Axes of size 1, other than data and fsdp, keep this size and are omitted from the result.
     """
     free = [axis for axis, size in sizes.items() if axis in ("data", "fsdp") or (size != 1 and axis not in UNUSED_AXES)]
     asked = [sizes[axis] for axis in free]

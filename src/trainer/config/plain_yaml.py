@@ -20,7 +20,7 @@ _PLAIN_TAGS = {f"{_TAG}{name}" for name in ("null", "bool", "int", "float", "str
 
 
 class Limit(yaml.MarkedYAMLError):
-    """The text exceeds a limit of this module. It may be valid YAML."""
+    """Raised if a text exceeds a limit of this module, even if the text is valid YAML."""
 
 
 def read_text(path: Path) -> str:
@@ -86,7 +86,7 @@ def check_tag(node: yaml.Node) -> None:
 
 
 def reason(error: yaml.YAMLError) -> str:
-    """Returns the problem on one line, without the position."""
+    """Returns the problem that `error` describes, on one line and without the position."""
     return getattr(error, "problem", None) or " ".join(str(error).split())
 
 
@@ -98,8 +98,8 @@ def describe(error: yaml.YAMLError, where: str) -> str:
 
 
 def repeated_keys(node: yaml.MappingNode) -> dict[str, list[int]]:
-    """Returns the line numbers of each key that occurs more than once in `node`. Call this function before `flatten`,
-    which may repeat keys."""
+    """Returns a dict from each key that occurs more than once in `node` to the numbers of its lines. Call this function
+    before `flatten`, which may repeat keys."""
     lines: dict[str, list[int]] = {}
     for key, _ in node.value:
         if isinstance(key, yaml.ScalarNode):

@@ -1,4 +1,4 @@
-"""Reads the data keys that the folder at prepared_path, made by trainer.prepare, determines."""
+"""Reads the values of the data keys from the folder at prepared_path, which trainer.prepare made."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -77,8 +77,8 @@ def saved_keys(place: str) -> dict[str, Any]:
 
 
 def keys_in(folder: Path) -> dict[str, Any]:
-    """Returns the values of all keys in the file CONFIG of `folder`, which may be incomplete. Raises UserError if the
-    file cannot be read."""
+    """Returns the values of all keys, as saved in the file CONFIG of `folder`. The folder itself may be incomplete.
+    Raises UserError if the file cannot be read."""
     try:
         with (folder / CONFIG).open("rb") as file:
             text = file.read(JSON_BYTES).decode()

@@ -47,7 +47,7 @@ class Reader:
 
     def setting(self, name: str, given: str, where: str, read: Callable[[Key], Any]) -> dict[str, Setting]:
         """Returns {key: setting} for the key `name`, which the source `where` sets to the text `given`; {} after an
-        error."""
+        error. `read(key)` parses the value."""
         shown, name = f"{shortened(name)}={shortened(given)} ({where})", plain_name(name)
         key = self.schema.keys.get(name)
         if key is None:

@@ -52,7 +52,7 @@ def resolved(
     num_slices: int | None = None,
     capability: Capability | None = None,
 ) -> Values:
-    """Like `resolve`, but returns mutable values. It takes a tenth of the time, for checks of many configurations.
+    """Like `resolve`, but returns mutable values, in a tenth of the time. Use it to check many configurations.
 
     `num_slices`: the number of slices; None for devices without slices (see `mesh_sizes.fill_mesh`). `capability`: the
     lowest compute capability of the NVIDIA GPUs; None if unknown.
@@ -166,7 +166,7 @@ def _uneven_rows(values: Config, mesh: Mapping[str, int]) -> list[str]:
     if count % stages(values):
         count = 1  # PIPELINE_CHECKS report this mismatch
     else:
-        axes = tuple(axis for axis in axes if axis != STAGE)  # stages do not share a microbatch
+        axes = tuple(axis for axis in axes if axis != STAGE)  # stages do not split a microbatch
     parts, batches = count * _product(mesh, axes), {key: values[key] * devices for key in keys}
     others = _other_counts(values, count, parts // count, batches.values()) if count > 1 else ""
     lines = []

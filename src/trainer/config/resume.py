@@ -41,7 +41,8 @@ def check_resume(saved: Mapping[str, Any], config: Config, schedule_given: bool,
     if config.enable_lora or has_reference(config):
         allowed = allowed.union(["load_parameters_path"])  # loading verifies the weights at this path
     if config.use_distill:
-        # The teacher is verified when it is loaded; its tokenizer and saved logits, with the position in the data.
+        # The teacher is verified when it is loaded. Its tokenizer and saved logits are verified with the position in
+        # the data.
         allowed = allowed.union(["teacher_path", "tokenizer_path", "teacher_logits_path"])
     if _rows_split(before) != _rows_split(config):
         allowed = allowed.union(["attention"])  # another split of the rows may need another kernel
@@ -79,8 +80,8 @@ def check_resume(saved: Mapping[str, Any], config: Config, schedule_given: bool,
 
 
 def another_update(saved: Mapping[str, Any], config: Config) -> str:
-    """Returns a line with the keys of `UPDATE` whose values differ from `saved`, the configuration that made the
-    initial state; "" if none differs."""
+    """Returns a line with the keys of `UPDATE` whose values differ from those in `saved`, the configuration of the run
+    that produced the initial state; "" if none differs."""
     before = _with_defaults(saved)
     changes = ", ".join(_change(before, config, name) for name in UPDATE if before[name] != frozen(config[name]))
     return changes and f"its updates were made with other settings (old -> new): {changes}"

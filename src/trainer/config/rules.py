@@ -31,7 +31,7 @@ def merge_rules(below: Iterable[Rule], above: Iterable[Rule]) -> list[Rule]:
 
 
 def make_rules(rules: Iterable[Sequence[Any]]) -> dict[str, tuple[str, ...]]:
-    """Returns the mesh axes of each logical axis, by name."""
+    """Returns a dict from each logical axis to the mesh axes over which its rule shards it."""
     return {name: (axes,) if isinstance(axes, str) else tuple(axes or ()) for name, axes in rules}
 
 

@@ -62,7 +62,8 @@ def is_power_of_two(scale: int) -> bool:
 
 
 def problem(config: Config) -> str | None:
-    """Returns why `scaled` did not apply the scale; None if it did, and set the key to 1."""
+    """Returns why `scaled` did not apply the scale. Returns None if `scaled` did apply it, and therefore set the key to
+    1."""
     scale = config.global_parameter_scale
     if is_power_of_two(scale):
         return None

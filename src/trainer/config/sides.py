@@ -17,7 +17,8 @@ from trainer.config.load import Begun, Loaded, answer, begin, load
 from trainer.config.schema import schema
 from trainer.config.trust import code_of_checkpoint
 
-# A function that prepares all sides, and returns a function that reads the model of one side.
+# A function that gets all sides and prepares to read their models. It returns a function that reads the model of one
+# side.
 ModelReader = Callable[[Sequence[Begun]], Callable[[Begun], Loaded]]
 T = TypeVar("T")
 
@@ -41,8 +42,7 @@ def load_sides(
     "".
 
     Arguments for one side override arguments for all sides; apart from this, later arguments override earlier ones.
-    `environment`: see `load`. `models`: reads the models at load_parameters_path, see `begin`; by default, none is
-    read.
+    `environment`: see `load`. `models`: reads the models at load_parameters_path (see `begin`); the default reads none.
 
     Raises:
       UserError: the errors of the first side that has any.
@@ -83,7 +83,7 @@ def load_against(
 
     Raises:
       UserError: the errors of the first right side that has any; an argument is for the left side; the yml is not
-        base.yml; or the record names code that the command line does not name.
+        base.yml; or the record has a key that names code to import, and the command line does not set this key.
     """
     shared, lefts, right, names = _split(argv)
     yml, shared = (shared[0], shared[1:]) if shared and "=" not in shared[0] else ("base.yml", shared)
@@ -105,14 +105,14 @@ def load_against(
 
 
 def differences(sides: Sequence[Side]) -> dict[str, list[str]]:
-    """Returns the keys whose values differ between sides, with each side's value as text."""
+    """Returns a dict from each key whose value differs between sides to its values as text, one for each side."""
     values = {key: [to_flow(side.loaded.config[key]) for side in sides] for key in schema().keys}
     return {key: texts for key, texts in values.items() if len(set(texts)) > 1}
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str], list[str], dict[str, list[str]]]:
-    """Returns the arguments for all sides, for the left side and for the right sides, and the combinations of each
-    side."""
+    """Returns the arguments for all sides, those for the left side, those for the right sides, and a dict from "left"
+    and "right" to the combinations given for them."""
     shared: list[str] = []
     own: dict[str, list[str]] = {LEFT: [], RIGHT: []}
     names: dict[str, list[str]] = {}

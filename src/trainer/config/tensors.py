@@ -58,13 +58,13 @@ DIMENSIONS = {
     "activation_mlp": "base_mlp_dim",
     "activation_vocab": "vocab_size",
 }
-# The axis mlp of the projection [embed, mlp] in a multi-token prediction module, and the key that sets its length.
+# For the projection [embed, mlp] of a multi-token prediction module: the axis mlp, and the key that sets its length.
 PROJECTED = ("mlp", "base_emb_dim")
 
 
 def of_blocks(config: Config) -> dict[str, Axes]:
-    """Returns `Facts.tensors` for a family with blocks like Llama's: the MLP tensors if no layer has experts, the
-    expert tensors if every layer has experts, and neither if only some layers have experts."""
+    """Implements `Facts.tensors` for families with blocks like Llama's. The result includes the MLP tensors if no layer
+    has experts, the expert tensors if every layer has experts, and neither if only some layers have experts."""
     if not some_experts(config):
         return TENSORS
     outside = {name: axes for name, axes in TENSORS.items() if name not in _OF_MLP}
@@ -77,7 +77,7 @@ def renamed(tensors: Mapping[str, Axes], names: Mapping[str, str]) -> dict[str, 
 
 
 def tensors_of(config: Config) -> Mapping[str, Axes]:
-    """Returns the logical axes of the tensors that the model of `config` certainly has."""
+    """Returns a dict from the name of each tensor that the model of `config` certainly has to its logical axes."""
     facts = facts_of(config)
     tensors = (facts and facts.tensors(config)) or {name: TENSORS[name] for name in EVERY_MODEL}
     if unknown := [name for axes in tensors.values() for name in axes if name not in (*DIMENSIONS, "activation_batch")]:

@@ -30,7 +30,7 @@ class Generation:
     """
 
     libtpu_name: str
-    chip_config: str  # libtpu's name of the mode in which a chip's two cores are one device or two
+    chip_config: str  # libtpu's name of the mode that makes one device or two devices of a chip's two cores
     shapes: tuple[str, ...]
     counted_per_chip: int  # how much each chip adds to the number in a topology's name
     devices_per_chip: int = 1
@@ -92,7 +92,7 @@ class Topology:
 
 
 def topologies() -> Mapping[str, Topology]:
-    """Returns all slices of TPUs and GPUs by name."""
+    """Returns a dict from the name of each slice of TPUs or GPUs to its topology."""
     gpus = [Topology(f"{kind}-{count}", "gpu", count) for kind in GPUS for count in GPUS_OF_HOST]
     by_name = {topology.name: topology for topology in gpus}
     for kind, generation in GENERATIONS.items():

@@ -1,4 +1,4 @@
-"""Refuses to run code that the files in a folder name, unless the command line names the code, too
+"""Refuses keys that name code to import and are set by a folder's files, unless the command line sets them, too
 (docs/guides/weights.md, What is trusted)."""
 
 import os
@@ -49,10 +49,10 @@ def foreign_code(
 
 
 def _foreign(yml: Path, key: str, path: Path) -> bool:
-    """Returns whether `yml` belongs to the folder `path`, the value of `key`: whether it is in this folder or, for keys
-    of _STARTS, in a folder around it."""
+    """Returns whether `yml` belongs to the folder `path`, the value of `key`. This is the case if the yml is in this
+    folder or, for keys in _STARTS, in one of its parent folders."""
     here = Path.cwd()
-    if key in _READ:  # data or a tokenizer; a folder around the current one is the user's project
+    if key in _READ:  # data or a tokenizer; a folder that contains the current one is the user's project
         root = path.resolve()
         return path.is_dir() and not here.is_relative_to(root) and _comes_from(yml, root)
     # The path as written, and the path with its links resolved.
@@ -63,7 +63,7 @@ def _foreign(yml: Path, key: str, path: Path) -> bool:
 
 
 def code_of_checkpoint(values: Mapping[str, Any], given: Collection[str], where: str) -> list[str]:
-    """Returns a message for each key of a checkpoint that names code.
+    """Returns a message for each key in `values` that names code and is not in `given`.
 
     Args:
       values: the keys of the checkpoint, with their values.

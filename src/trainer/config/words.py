@@ -2,7 +2,7 @@
 
 import unicodedata
 
-# The marks before and after text that is trained: on a terminal, and elsewhere.
+# The marks before and after text that contributes to the loss: the first pair on a terminal, the second elsewhere.
 TRAINED_COLOUR, TRAINED_PLAIN = ("\x1b[1;32m", "\x1b[0m"), ("\u00ab", "\u00bb")
 
 

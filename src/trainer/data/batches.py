@@ -50,7 +50,8 @@ def train_batch(
     process_index: int = 0,
     process_count: int = 1,
 ) -> Batch:
-    """Returns this process's part of the global batch that begins with row `first`. It depends only on the arguments.
+    """Returns this process's part of the global batch that begins with row `first`. The part depends only on the
+    arguments.
 
     The batch consists of rows [first, first + global_rows) of one endless sequence, which concatenates epochs of the
     source. With `shuffle`, each epoch has a different order, drawn from `seed`; otherwise every epoch has the source's

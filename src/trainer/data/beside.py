@@ -1,5 +1,4 @@
-"""Reads the files next to a tokenizer file: the special tokens that they name, and their contents, which exports
-copy."""
+"""Reads the files next to a tokenizer file. They name the special tokens, and exports copy their contents."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,10 +18,11 @@ class Beside(NamedTuple):
     """The content of the files next to a tokenizer file.
 
     Attributes:
-      names: the special tokens by role (bos_token, eos_token, ...).
-      begins: whether texts begin with bos_token; None if no file specifies it. Used for tokenizers that do not specify
-        it themselves.
-      files: the tokenizer's files by path within its folder; {} for a tokenizer that was not read from files.
+      names: maps the roles of special tokens (bos_token, eos_token, ...) to the tokens.
+      begins: whether texts begin with bos_token; None if no file specifies it. Only used if the tokenizer file itself
+        does not specify it.
+      files: maps the path of each of the tokenizer's files within its folder to the file's content; {} for a tokenizer
+        that was not read from files.
     """
 
     names: Mapping[str, str] = {}
@@ -51,7 +51,7 @@ def read_beside(file: Path) -> Beside:
 
 
 def _names(given: Mapping[str, Any], path: Path) -> dict[str, str]:
-    """Returns the special tokens that a file names. In the file, each is a string or a dict with `content`."""
+    """Returns the special tokens that a file names. In the file, each token is a string or a dict with `content`."""
     names = {}
     for name in (key for key in given if key.endswith("_token")):
         value = given[name]

@@ -105,7 +105,7 @@ def damaged(folder: Path, name: str, what: str) -> UserError:
 
 
 class Unfinished(UserError):
-    """The work was interrupted; the same command continues it."""
+    """Raised if the work was interrupted. Repeating the command continues the work."""
 
 
 @contextlib.contextmanager
@@ -124,7 +124,8 @@ def _files(folder: Path) -> list[str]:
 
 
 def _describe(folder: Path, names: Iterable[str]) -> dict[str, int | str]:
-    """Returns the sha256 of each file, or only its size if the folder is too large to read at each start."""
+    """Returns a dict from each file's name to its sha256 or, if the files are too large to read at each start, to its
+    size."""
     sizes = {name: (folder / name).stat().st_size for name in names}
     if sum(sizes.values()) > HASHED:
         return dict(sizes)

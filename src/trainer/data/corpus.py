@@ -1,4 +1,4 @@
-"""A corpus: documents of one kind, in any format, in one or more files."""
+"""A corpus: the documents of one or more files of any format."""
 
 import hashlib
 import itertools
@@ -42,7 +42,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents of one kind.
+    """A source of documents, such as one component of a mixture.
 
     Attributes:
       name: for messages.
@@ -63,8 +63,9 @@ class Corpus:
     filters: Filters | None = None
 
     def taken(self, record: Record, counts: Counts) -> Record | None:
-        """Returns a part's record after the filters. Returns None if a filter drops the record, which is added to
-        `counts`, or if the record is not in this corpus (`held_out` splits the records of `parts` into two corpora)."""
+        """Applies the filters to a record of a part, and returns the result. Returns None if a filter drops the record,
+        which is then counted in `counts`, or if the record is not in this corpus (`held_out` splits the records of
+        `parts` into two corpora)."""
         found = self.filters.apply(record, self.columns, counts) if self.filters else record
         if found is None or (self.held_out and is_held_out(found.key(), self.held_out) != self.evaluates):
             return None

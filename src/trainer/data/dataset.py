@@ -25,7 +25,8 @@ Say = Callable[[str], None]
 
 
 class Epoch(NamedTuple):
-    """One pass over the training data: the number of rows or prompts, and what they contain, in words."""
+    """One pass over the training data. `rows`: its number of rows or prompts. `content`: what these contain, in
+    words."""
 
     rows: int
     content: str
@@ -53,7 +54,7 @@ class Dataset:
       repeats: whether training repeats the first batch of the stream forever.
       epoch: one pass; None if the data are endless or their length is unknown.
       mixture: the components of a mixture of prepared rows.
-      source: the training rows, from which `open_stream` makes its stream; None if `open_stream` opens the rows.
+      source: the training rows, from which `open_stream` makes its stream; None if `open_stream` opens the rows itself.
     """
 
     evaluation: RowSource | None
@@ -249,7 +250,7 @@ def alignment(config: Config) -> int:
 
 
 def _order(config: Config) -> dict[str, Any]:
-    """Returns the settings that determine the order of documents or rows, as keyword arguments of the data_pipeline."""
+    """Returns the keyword arguments with which data_pipeline's streams and mixtures order documents or rows."""
     shuffle, seed, window = config.enable_data_shuffling, config.data_shuffle_seed, config.grain_shuffle_buffer_size
     if config.data_pipeline == "streaming":
         return {"seed": seed, "window": window} if shuffle else {"seed": None, "window": 1}

@@ -29,14 +29,14 @@ class Location(NamedTuple):
 
 
 class Record(NamedTuple):
-    """A record of a source: its `Location`, and its columns' values, which are text, bytes or ids."""
+    """A record of a source: its `Location`, and the values of its columns, which are text, bytes or token ids."""
 
     where: Any
     values: tuple[Any, ...]
 
     def key(self) -> bytes:
-        """Returns the key that decides whether a record is held out. It is the record's contents, so that all copies of
-        a record are held out, or none."""
+        """Returns the key that decides whether a record is held out. The key consists of the record's contents, so that
+        either all copies of a record are held out, or none."""
         return b"\0".join(map(_bytes_of, self.values))
 
 
@@ -83,15 +83,16 @@ class Counts:
     skipped: int = 0  # records with text that an encoder skipped, and how many of these were too long
     skipped_long: int = 0
     longest: int = 0  # tokens of the longest record that cannot be trained because it is longer than a row
-    # What an encoder noticed, by kind: the number of occurrences, and a line about the first, printed after the number.
+    # Maps each kind of observation about records to the number of observations, and to a text about the first one,
+    # which is printed after the number.
     noticed: dict[str, tuple[int, str]] = field(default_factory=dict)
     unlearnt: str = ""  # text of the first document that an encoder skipped because it has no target to train
 
-    described: list[str] = field(default_factory=list)  # the kinds whose lines an earlier `take` returned
+    described: list[str] = field(default_factory=list)  # the kinds in `noticed` at earlier calls of `take`
 
     def notice(self, kind: str, line: Callable[[], str], count: int = 1) -> None:
-        """Counts `count` occurrences of what an encoder noticed. `line` returns a text about the first occurrence, and
-        is not called for the others, because locating a record is slow."""
+        """Counts `count` more observations of the kind `kind`. `line` returns a text about the first observation, and
+        is not called for later ones, because locating a record is slow."""
         before, first = self.noticed.get(kind) or (0, "" if kind in self.described else line())
         self.noticed[kind] = before + count, first
 
@@ -145,7 +146,8 @@ class Counts:
         return list(self.notes_by_kind().values())
 
     def notes_by_kind(self) -> dict[str, str]:
-        """Returns the notes by kind. When a note's numbers change, its kind stays the same."""
+        """Returns a dict from the kind of each note to the note. Notes that differ only in their numbers have the same
+        kind."""
         notes = {}
         if self.empty:
             every = self.documents + self.empty
@@ -170,8 +172,8 @@ class Counts:
 
 
 def is_held_out(key: bytes, share: float) -> bool:
-    """Returns whether the record with the given key is held out, in a source without an evaluation split. `share`: the
-    fraction of records to hold out."""
+    """Returns whether a record is held out for evaluation, in a source without an evaluation split. `key`: the result
+    of `Record.key`. `share`: the fraction of records to hold out."""
     word = hashlib.sha256(b"held out: " + key).digest()[:8]
     return int.from_bytes(word, "big") < share * 2**64
 

@@ -19,13 +19,14 @@ from trainer.data.documents import Record
 
 MEMORY = 1 << 28  # bytes of hashes that are merged at once; sorting needs about four times as much
 _HASHES, _DROPPED = "hashes-{:05}", "dropped-{:05}.npy"
-_RUN = 1 << 20  # the maximum number of records in a sorted run
+_RUN = 1 << 20  # the maximum number of records in a sorted file
 _HASH = struct.Struct("<QQ")
 _DTYPE = np.dtype([("high", "<u8"), ("low", "<u8"), ("index", "<u4")])
 
 
 def write_hashes(folder: Path, part: int, records: Iterable[Record]) -> None:
-    """Writes the hashes of a part's records, with each record's index in the part, as sorted runs of bounded size."""
+    """Writes the hashes of a part's records, each with the record's index in the part, to sorted files of bounded
+    size."""
     partial = folder / f"{part}.{platform.node()}-{os.getpid()}.tmp"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
@@ -72,7 +73,7 @@ def merge(folder: Path, parts: int) -> None:
 
 
 def _between(path: Path, first: np.uint64 | None, last: np.uint64 | None) -> np.ndarray:
-    """Returns the entries of a sorted run with first <= high < last. A bound of None is not checked."""
+    """Returns the entries of a sorted file with first <= high < last. A bound of None is not checked."""
     table = np.memmap(path, _DTYPE, "r")
     start = 0 if first is None else np.searchsorted(table["high"], first)
     return np.array(table[start : len(table) if last is None else np.searchsorted(table["high"], last)])

@@ -21,8 +21,8 @@ class Filters:
 
     Attributes:
       normalization: the Unicode form of all text, NFC or NFKC; "" changes nothing.
-      function: the import path of a user's function; "" for none. It gets a dict of the columns. It returns True to
-        keep the record, False or None to drop it, or a dict of columns that replaces the one it got.
+      function: the import path of a user's function; "" for none. The function gets a dict of the record's columns, and
+        returns True to keep the record, False or None to drop it, or a dict of columns that replaces the one it got.
       shortest, longest: limits on the number of characters, or token ids, in all columns together; 0: no limit.
       duplicates: whether to keep only the first of equal records (see `data.duplicates`).
     """

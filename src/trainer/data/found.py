@@ -21,7 +21,7 @@ def copies_of(config: Config) -> Copies:
 
 
 def train_mixture(config: Config) -> list[tuple[str, Fraction]]:
-    """Returns the globs and weights of the training files."""
+    """Returns the globs of the training files, each with its weight."""
     path = config.grain_train_mixture_config_path
     return parse_mixture(config.grain_train_files, data_file(path, copies_of(config)) if "://" in path else path)
 

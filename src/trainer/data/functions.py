@@ -36,11 +36,11 @@ def load_function(path: str) -> Callable[..., Any]:
 
 
 def failure(error: BaseException) -> str:
-    """Returns the text of an exception in a user's code, shortened to 80 characters, with the file and line in that
-    code.
+    """Returns the type and text of an exception that a user's code raised, shortened to 80 characters, with the code's
+    file and line.
 
-    Call it in the function that called the user's code, because it expects that function in the traceback's first
-    frame. The next frame, apart from the frames of an import, is the user's.
+    Call this function in the function that called the user's code, because the first frame of the traceback must be the
+    caller's. The next frame, apart from the frames of an import, is then the frame of the user's code.
     """
     from trainer.config.errors import shortened
 

@@ -26,13 +26,13 @@ ROLES = {
     f"{role}_token": f"{OWN}{name}_token_id"
     for role, name in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items()
 }
-MORE_ENDS = (f"{OWN}eot_token_id", f"{OWN}eom_token_id")  # further tokens that end a text
-_OF_PIECES = {"bos_token": 1, "eos_token": 2, "unk_token": 0}  # the default ids for PIECES
+MORE_ENDS = (f"{OWN}eot_token_id", f"{OWN}eom_token_id")  # the keys of further tokens that end a text
+_OF_PIECES = {"bos_token": 1, "eos_token": 2, "unk_token": 0}  # the default ids for the kind PIECES
 _ANOTHER = "; name another with tokenizer_path"
 
 
 def special_ids(header: GgufHeader) -> dict[str, int]:
-    """Returns the ids of the special tokens by role (bos_token, eos_token, ...).
+    """Returns a dict from the roles of special tokens (bos_token, eos_token, ...) to their ids.
 
     Raises:
       UserError: an id is not in the file's vocabulary.
@@ -54,7 +54,7 @@ def begins(header: GgufHeader) -> bool:
 
 
 def tokenizer_files(header: GgufHeader) -> dict[str, bytes]:
-    """Returns the contents of tokenizer.json, tokenizer_config.json and the chat templates, by path.
+    """Returns a dict from the paths of tokenizer.json, tokenizer_config.json and the chat templates to their contents.
 
     Raises:
       UserError: the tokenizer is missing or damaged, or its kind is not supported.

@@ -11,13 +11,13 @@ from typing import Any
 from trainer.config.json_files import parsed
 from trainer.config.limits import ADDED_CHARACTERS, GROWTH, NORMALIZERS
 
-# The maximum number of characters that each normalizer of the package produces from one character.
+# Maps the type of a normalizer to the maximum number of characters that it produces from one character.
 _FORMS = {"NFC": 3, "NFD": 4, "NFKC": 18, "NFKD": 18, "Lowercase": 3, "BertNormalizer": 9, "ByteLevel": 4}
 
 
 def growth_problem(text: str) -> str:
-    """Returns the problem with the normalizer in `text`, the content of a tokenizer.json, if the normalizer lengthens
-    texts too much or has a damaged charsmap; otherwise "". The package itself reports other malformed normalizers."""
+    """Returns a message if the normalizer in `text`, the content of a tokenizer.json, lengthens texts too much or has a
+    damaged charsmap; otherwise "". The `tokenizers` package itself reports other malformed normalizers."""
     try:
         steps = list(_steps(parsed(text)["normalizer"] or {}))
         if len(steps) > NORMALIZERS:
@@ -51,7 +51,7 @@ def _times(spec: Mapping[str, Any]) -> int | None:
     match spec:
         case {"type": "Replace", "pattern": {"String": old}, "content": new}:
             return max(1, -(-len(new) // len(old)) if old else 1 + len(new))
-        case {"type": "Replace", "content": new}:  # a regular expression, which may match empty strings
+        case {"type": "Replace", "content": new}:  # a regular expression may match empty strings
             return 1 + len(new)
         case {"type": "Precompiled", "precompiled_charsmap": charsmap}:
             return _longest(charsmap)
@@ -59,8 +59,9 @@ def _times(spec: Mapping[str, Any]) -> int | None:
 
 
 def _longest(charsmap: str) -> int | None:
-    """Returns the length of the longest replacement in a sentencepiece charsmap, which consists of the size of a trie,
-    the trie, and NUL-terminated replacement texts. Returns None if the trie extends past the end of the charsmap."""
+    """Returns the number of characters of the longest replacement text in a sentencepiece charsmap, at least 1. Returns
+    None if the trie extends past the end of the charsmap. `charsmap` is the base64 encoding of the size of the trie,
+    the trie itself, and the replacement texts, each terminated by a NUL."""
     data = base64.b64decode(charsmap)
     start = 4 + int.from_bytes(data[:4], "little")
     texts = (len(text.decode(errors="replace")) for text in data[start:].split(b"\0"))

@@ -29,7 +29,7 @@ def hf_corpus(
     Args:
       cache: the folder in which `datasets` caches tables.
       files: the paths or globs of the data files; empty for all files of the data set at `path`.
-      key: the configuration key that selects `split`, for messages.
+      key: the configuration key that selects `split`; messages name it.
 
     Raises UserError if the split is not on this machine, or if the data set lacks the split or a column.
     """
@@ -45,7 +45,8 @@ def hf_corpus(
 
 
 def _load(path: str, name: str, data_dir: str, cache: Path, say: Say, files: Any, split: str, key: str) -> Any:
-    # `datasets` must not send requests to the hub. It reads the setting for this when it is imported.
+    # Prevents `datasets` from sending requests to the hub. This call must come before the import, because `datasets`
+    # reads the setting only then.
     turn_hub_off()
     try:
         import datasets
@@ -99,7 +100,7 @@ def _load(path: str, name: str, data_dir: str, cache: Path, say: Say, files: Any
 
 
 def _check_files(datasets: Any, folder: Path | None, load: dict[str, Any]) -> None:
-    """Raises UserError for a data file that `check_unpacked` refuses, or that is outside of `folder`. If `folder` is
+    """Raises UserError for a data file that `check_unpacked` rejects, or that is outside of `folder`. If `folder` is
     None, the files may be anywhere."""
     builder = datasets.load_dataset_builder(**{name: value for name, value in load.items() if name != "split"})
     for names in (builder.config.data_files or {}).values():

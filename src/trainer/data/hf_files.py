@@ -23,9 +23,10 @@ _PACKED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".7z", ".tar")
 
 
 def mended_table(datasets: Any, load: Mapping[str, Any], folder: Path, say: Callable[[str], None]) -> Any:
-    """Returns the table that `datasets.load_dataset(**load)` failed to load, with U+FFFD for lone surrogates.
+    """Returns the table that `datasets.load_dataset(**load)` failed to load, with each lone surrogate replaced by
+    U+FFFD.
 
-    The readers of `datasets` refuse lone surrogates, so repaired copies of the files are written into `folder`, and the
+    The readers of `datasets` reject lone surrogates, so repaired copies of the files are written into `folder`, and the
     table is read from the copies. Returns None if the files have no lone surrogates, are compressed, or have a format
     other than csv, json and text.
 
@@ -70,7 +71,7 @@ def _settings(datasets: Any, config: Any) -> dict[str, Any]:
 
 
 def _lone_surrogates(file: Path, kind: str) -> tuple[int, str]:
-    """Returns the number of lone surrogates in a file and the location of the first."""
+    """Returns the number of lone surrogates in a file, and the file and line of the first one, as text."""
     total, first = 0, ""
     for number, (_, count) in enumerate(_lines(file, kind), 1):
         first = first or (f"{file}, line {number}" if count else "")
@@ -79,7 +80,8 @@ def _lone_surrogates(file: Path, kind: str) -> tuple[int, str]:
 
 
 def _lines(file: Path, kind: str) -> Iterator[tuple[bytes, int]]:
-    """Yields each line of a file with lone surrogates replaced, and the number of replacements.
+    """Replaces the lone surrogates in a file, and yields a pair for each line: the new line and the number of
+    replacements.
 
     Raises UserError for a line that is not UTF-8.
     """

@@ -21,10 +21,10 @@ class Closable(Protocol[T_co]):
 class Loader(Generic[T], Iterator[T]):
     """Iterates over the first `count` items of an iterator (None: all), and loads `depth` of them ahead.
 
-    One background thread calls the iterator, in order. If the iterator raises an exception, `next` raises it, with its
-    traceback, for that item. Items are returned unchanged: if an item contains the position from which to resume, the
-    position is correct although the thread has read further. Close the loader, or use it as a context manager, to end
-    the thread and close the iterator.
+    One background thread calls the iterator, in order. If the iterator raises an exception, the call of `next` for that
+    item raises the same exception, with its traceback. Items are returned unchanged. So if an item contains the
+    position from which to resume, this position is correct, although the thread has already read later items. Close the
+    loader, or use it as a context manager, to end the thread and close the iterator.
 
     Attributes:
       waited: total seconds that calls of `next` have waited so far.
@@ -50,7 +50,8 @@ class Loader(Generic[T], Iterator[T]):
             self.waited += time.perf_counter() - started
 
     def close(self) -> None:
-        """Ends the iteration, and ends the thread after the current item. Closes the iterator."""
+        """Ends the iteration, waits until the thread has finished its current item and ended, and closes the
+        iterator."""
         if self._open:
             self._open = False
             self._ahead.clear()

@@ -52,7 +52,7 @@ class IndexedFile:
     """
 
     def __init__(self, prefix: str, copies: Copies | None = None):
-        self._copies: list[io.FileIO] = []  # local copies, kept open so that they are not removed
+        self._copies: list[io.FileIO] = []  # local copies of remote files, kept open so that they are not removed
         if copies is not None and "://" in prefix:
             self._copies = [data_file(f"{prefix}{end}", copies).copied() for end in (".idx", ".bin")]
         names = [copy.name for copy in self._copies] or [f"{prefix}.idx", f"{prefix}.bin"]
@@ -119,9 +119,9 @@ class IndexedFile:
 
 
 class TokenRows:
-    """Rows like Megatron-LM's samples. The chosen documents of all files form one stream of tokens.
-    Row i has tokens [i * length, (i + 1) * length) of the stream as inputs, and their successors as targets. The last
-    row is padded.
+    """Rows that are formed like Megatron-LM's samples: the chosen documents of all files form one stream of tokens. Row
+    i has tokens [i * length, (i + 1) * length) of the stream as inputs, and their successors as targets. The last row
+    is padded.
 
     Args:
       files: the files, each with a mask of its chosen documents, bool [documents].
@@ -145,10 +145,10 @@ class TokenRows:
         self._files, self.length, self._vocab_size = [file for file, _ in files], length, vocab_size
         self._eod, self._reset, self._mask, self._shortest = eod, reset, mask, shortest
         runs = [_runs(file, chosen) for file, chosen in files]
-        self._file = np.repeat(np.arange(len(runs)), [len(run) for run in runs])  # the file index of each run
+        self._file = np.repeat(np.arange(len(runs)), [len(run) for run in runs])  # each run's file index
         begins, ends = np.concatenate(runs).T
-        self._end = np.cumsum(ends - begins)  # the end of each run in the stream
-        self._shift = ends - self._end  # for each run: position in the file - position in the stream
+        self._end = np.cumsum(ends - begins)  # for each run: its end in the stream
+        self._shift = ends - self._end  # for each run: a token's position in the file minus that in the stream
         self.documents = sum(int(chosen.sum()) for _, chosen in files)
         self.tokens = int(self._end[-1]) if len(self._end) else 0
         self.size = -(-(self.tokens - 1) // length)  # a row needs at least two tokens
@@ -186,8 +186,8 @@ class TokenRows:
 
 
 def open_files(config: Config, say: Progress) -> tuple[list[TokenRows], list[Fraction], TokenRows | None, str]:
-    """Returns the rows of each component of grain_train_files, the components' weights, the rows for evaluation (None
-    without evaluation documents), and a text that identifies the training documents.
+    """Returns a list of the rows of each component of grain_train_files, a list of the components' weights, the rows
+    for evaluation (None without evaluation documents), and a text that identifies the training documents.
 
     Raises UserError if a file is missing or damaged, or if no document remains.
     """
@@ -230,8 +230,8 @@ def boundaries(config: Config) -> dict[str, Any]:
 def _component_prefixes(config: Config, pattern: str, key: str, say: Progress) -> list[str]:
     """Returns the prefixes that `pattern` selects. `pattern` is a prefix, a folder, or a glob of prefixes or folders.
 
-    With grain_file_type=mmap_npy, `pattern` is a list of these, separated by colons. It may begin with `FOLDER|`: this
-    folder contains an index of rows, which is not read.
+    With grain_file_type=mmap_npy, `pattern` is a colon-separated list of prefixes, folders and globs. The list may
+    begin with `FOLDER|`, where FOLDER contains an index of rows, which is not read.
     """
     names = [pattern]
     if config.grain_file_type == "mmap_npy":
@@ -277,7 +277,7 @@ def _choose(
     (`which` is 1).
 
     The ratios `split` divide the documents in order, at bounds rounded as in Megatron-LM. Without `split`, evaluation
-    gets the fraction `share` of the documents; their number is rounded up, and they are evenly spaced.
+    gets evenly spaced documents: the fraction `share` of all documents, rounded up.
     """
     bounds = np.cumsum([0, *(len(file.offsets) - 1 for file in files)])
     count = int(bounds[-1])

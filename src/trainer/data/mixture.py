@@ -9,7 +9,7 @@ import numpy as np
 from trainer.data.batches import FIELDS, Batch, RowSource
 from trainer.data.order import visited
 
-_PRECISION = 10**6  # weights that are not in a ratio of small integers are rounded to a millionth of their sum
+_PRECISION = 10**6  # weights whose ratio needs larger integers are rounded to a millionth of their sum
 
 
 def whole_weights(weights: Sequence[Fraction]) -> tuple[int, ...]:
@@ -32,7 +32,8 @@ def interleave(indices: np.ndarray, weights: Sequence[int]) -> tuple[np.ndarray,
     """
     component = np.full(len(indices), -1, np.int64)
     within = np.zeros(len(indices), np.int64)
-    # The number of rows that do not belong to earlier components: before each index, and up to and including it.
+    # The number of rows that do not belong to earlier components: among the rows before each index, and among the rows
+    # up to and including the index.
     before, through = indices.astype(np.int64), indices.astype(np.int64) + 1
     left = sum(weights)
     for i, weight in enumerate(weights):

@@ -41,12 +41,12 @@ class Opened(NamedTuple):
             "documents": f"{short(facts)}, weights {':'.join(map(str, source.weights))}",
             "tokenizer": short(encoder.tokenizer.fingerprint) if encoder.tokenizer else None,
             "length": self.packing.length,
-            # `Packing.identity` contains every field of `Packing`, so no setting is forgotten.
+            # `Packing.identity` contains every field of `Packing`, so every packing setting is part of the identity.
             "packing": words(self.packing.identity),
         }
 
     def prepare(self, say: Say) -> Prepared:
-        """Returns the training rows. Prepares them unless an earlier run did."""
+        """Returns the training rows. Prepares them unless an earlier run has already stored them."""
         source, identity = self.source, self.identity("prepared")
         settings: Any = (self.encoder, self.packing, "train", self.root, say, self.cut)
         train = [open_rows([corpus], *settings) for corpus in source.train]

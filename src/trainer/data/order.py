@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 VERSION = 2  # the version of this algorithm; positions saved with another version are refused
-_ROUNDS = 10  # with only 6 rounds, some orders of 6 rows are too frequent
+_ROUNDS = 10  # with only 6 rounds, a source of 6 rows gets some orders too frequently
 
 
 def visited(indices: np.ndarray, size: int, *, seed: int, shuffle: bool) -> np.ndarray:
@@ -22,10 +22,10 @@ def permuted(indices: np.ndarray, size: int, *, seed: int, epoch: int) -> np.nda
     """Returns the images of `indices` [n], int64, under the permutation of [0, size) for (seed, epoch).
 
     This is a generalized Feistel network (Black and Rogaway 2002). An index is a pair (left, right) with left < columns
-    and right < rows, where columns * rows is at least `size`. Each round adds a hash of `right` to `left`, and then a
-    hash of `left` to `right`, modulo columns and rows. An image that is not below `size` goes through the network again
-    (cycle walking). There are fewer than `columns` such images, so repetitions are few, and memory and time depend on n
-    but not on `size`. The keys are raw words of Philox, which NumPy keeps stable across releases.
+    and right < rows, where columns * rows is at least `size`. Each round adds a hash of `right` to `left` modulo
+    columns, and then a hash of `left` to `right` modulo rows. An image that is not below `size` goes through the
+    network again (cycle walking). There are fewer than `columns` such images, so repetitions are few, and memory and
+    time depend on n but not on `size`. The keys are raw words of Philox, which NumPy keeps stable across releases.
     """
     columns = math.isqrt(size - 1) + 1
     rows = -(-size // columns)

@@ -6,10 +6,10 @@ last segment, a row is padded with zeros. If a document continues in another row
 If segments are aligned (`Packing.align`), there may be padding between them, too. A document that other documents must
 directly follow (`Document.after`) is not split.
 
-Each document comes with a mark, a value that identifies where it was read. Each row is yielded as a `Packed`, which
-also contains the point from which to resume after the row, `Resume(mark, skip, rows)`. To resume, start with the
-document of `mark`, omit its first `skip` pairs of an input and a target, and drop the first `rows` resulting rows,
-which have already been returned.
+Each document comes with a mark, a value that identifies the location from which the document was read. Each row is
+yielded as a `Packed`, which also contains the point from which to resume after the row, `Resume(mark, skip, rows)`. To
+resume, start with the document of `mark`, omit its first `skip` pairs of an input and a target, and drop the first
+`rows` resulting rows, which have already been returned.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -33,7 +33,7 @@ class Resume(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """The origin of a segment, which begins with pair `start` (of an input and a target) of a document.
+    """The origin of a segment. The segment begins with pair `start` (of an input and a target) of a document.
 
     If `after` is 0, this document is the document of `mark`. Otherwise, it is the `after`-th document (counted from 1)
     in the `Document.after` of the document of `mark`.
@@ -61,7 +61,7 @@ class Packing:
     """
 
     length: int
-    kind: str = "concat_then_split"  # or first_fit, best_fit
+    kind: str = "concat_then_split"  # alternatives: first_fit, best_fit
     together: bool = True  # whether a row may have several documents
     max_segments: int = -1
     truncate: bool = False
@@ -92,7 +92,8 @@ class Packing:
         return self.together and self.kind == "concat_then_split"
 
     def _counted(self, documents: Iterable[tuple[Any, Document]], counts: Counts) -> Iterator[tuple[Any, Document]]:
-        """Yields `documents`, and counts those of which no token in the rows contributes to the loss."""
+        """Yields `documents` unchanged. Adds to `counts` those in which, after truncation, no token contributes to the
+        loss."""
         kept = self.length if self.truncate and not self._concatenates else None
         for mark, document in documents:
             if document.loss is not None and not document.loss[:kept].any():
@@ -115,7 +116,8 @@ class _Row:
         self.arrays = {name: np.zeros(self.length, np.int32) for name in ("inputs", "targets", "segmentation", "loss")}
 
     def add(self, mark: Any, document: Document, start: int, stop: int) -> None:
-        """Appends pairs [start, stop) of a document as a new segment, and each document in its `after` as another."""
+        """Appends the pairs [start, stop) of `document` as a new segment, and each document in `document.after` as a
+        further segment."""
         self.documents += 1
         self._append(document, start, stop)
         self.origins.append(Origin(mark, start))

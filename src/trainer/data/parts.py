@@ -25,13 +25,14 @@ from trainer.data.duplicates import has_hashes, merge, surviving, write_hashes
 from trainer.data.packing import Packed, Packing
 from trainer.data.rows import write
 
-_CHUNK = 64  # documents to encode at once
+_CHUNK = 64  # the number of documents to encode at once
 Part = Sequence[tuple[int, Piece]]  # pieces of corpora, each with the index of its corpus
 
 
 @dataclass(frozen=True)
 class Work:
-    """The documents of all parts, the encoder and packing that make rows from them, and the output folder."""
+    """What to prepare and how: the corpora and their division into parts, the encoder and the packing that make rows
+    from the documents, and the output folder."""
 
     corpora: Sequence[Corpus]
     encoder: Encoder
@@ -75,7 +76,8 @@ class Totals(NamedTuple):
       rows: the number of rows.
       tokens: the number of targets that contribute to the loss.
       pairs: the number of positions that are not padding.
-      target_bytes: the number of text bytes of these targets; 0 without a tokenizer that has `bytes_per_token`.
+      target_bytes: the number of text bytes of the targets that contribute to the loss; 0 without a tokenizer that has
+        `bytes_per_token`.
     """
 
     rows: int = 0
@@ -85,7 +87,8 @@ class Totals(NamedTuple):
 
 
 class Written(NamedTuple):
-    """The totals and counts of written rows, and `names`, the result of `rows.write`."""
+    """A description of written rows: their totals, the counts of the documents, and `names`, the result of
+    `rows.write`."""
 
     totals: Totals
     counts: Counts
@@ -93,17 +96,17 @@ class Written(NamedTuple):
 
     @classmethod
     def read(cls, meta: dict[str, Any]) -> "Written":
-        """Returns the object that `as_dict` converted to `meta`."""
+        """Converts `meta`, a dict that `as_dict` returned, back to a `Written`."""
         counts = meta["counts"] | {"noticed": {kind: tuple(found) for kind, found in meta["counts"]["noticed"].items()}}
         return cls(Totals(**meta["totals"]), Counts(**counts), [*map(tuple, meta["names"])])
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns a JSON-compatible dict."""
+        """Returns the fields as a JSON-compatible dict; `read` is the inverse."""
         return {"totals": self.totals._asdict(), "counts": asdict(self.counts), "names": self.names}
 
 
 def total(written: Sequence[Written], noun: str) -> tuple[Totals, Counts]:
-    """Returns the sums of the totals and counts of all parts. `noun`: what messages call a record."""
+    """Returns the sums of the totals and counts of all parts. `noun`: the word for a record in messages."""
     counts = Counts(noun=noun)
     for part in written:
         counts.add(part.counts)
@@ -128,8 +131,8 @@ def parts_of(corpora: Sequence[Corpus], size: int) -> list[Part]:
 def records_of(
     corpora: Sequence[Corpus], part: Part, counts: Counts, track: Callable[[float], None]
 ) -> Iterator[Record]:
-    """Yields the records of a part in order. Calls `track` with the share of the part that has been read, and adds
-    dropped records to `counts`."""
+    """Yields the records of a part in order. Calls `track` with the share of the part that has been read, and counts
+    the dropped records in `counts`."""
     groups = [(i, [piece for _, piece in group]) for i, group in itertools.groupby(part, lambda pair: pair[0])]
     for done, (i, pieces) in enumerate(groups):
         yield from corpora[i].records(lambda share, done=done: track((done + share) / len(groups)), pieces, counts)
@@ -146,7 +149,7 @@ def documents_of(
     """Yields the documents of `part` (None: of all corpora) in order, each with the location of its record.
 
     Encodes one chunk of records at a time, and then calls `track` with the share of the part that has been read. `kept`
-    gets the records and yields those to encode.
+    is a function that gets the records and yields those that are to be encoded.
     """
     (part,) = [part] if part is not None else parts_of(corpora, 0)
     read = [0.0]

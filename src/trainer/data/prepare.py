@@ -27,7 +27,8 @@ from trainer.data.rows import FILE, SUMS, StoredRows
 from trainer.data.tokenizer import MIN_VOCAB_SIZE, Tokenizer, train_bpe
 from trainer.data.tokenizer_files import load_tokenizer
 
-# Incremented when equal documents begin to give different rows, so that older folders and positions are refused.
+# Incremented by each change of the program that makes different rows from the same documents, so that folders and
+# positions of earlier versions are refused.
 FORMAT = 3
 # The required entries of the file META, and the entries that exist only if there are several parts.
 _COUNTS = {"rows": Field(int, 1, 1 << 62), "tokens": Field(int, 0, 1 << 62), "documents": Field(int, 0, 1 << 62)}
@@ -38,9 +39,9 @@ BPE_BYTES = 64 << 20  # the approximate maximum size of the text on which a BPE 
 def open_tokenizer(
     config: Config, train: Sequence[Corpus], weights: Sequence[int], root: Path, say: Progress
 ) -> Tokenizer | None:
-    """Returns the tokenizer that tokenizer_path and tokenizer_type select. If they select none, returns None if the
-    columns are token ids; otherwise trains a BPE on up to about 64 MiB of the training documents, and stores it in
-    `root` for reuse.
+    """Returns the tokenizer that tokenizer_path and tokenizer_type select. If these keys select no tokenizer, the
+    result is None if the columns contain token ids; otherwise, it is a BPE that is trained on up to about 64 MiB of the
+    training documents and stored in `root` for reuse.
 
     Raises UserError if vocab_size is too small for the tokenizer.
     """
@@ -134,7 +135,7 @@ def open_rows(
     folder = root / f"{folder_name}-l{packing.length}-{_key(identity)}"
     if not folder.exists():
         if len(parts) > 1:
-            identity["parts"] = len(parts)  # META stores their number, because the list may be long
+            identity["parts"] = len(parts)  # META stores only the number, because the list may be long
 
         def build(temporary: Path) -> dict[str, Any]:
             return identity | _build(Work(corpora, encoder, packing, parts, temporary), cut, say)

@@ -23,9 +23,9 @@ from trainer.runtime.attempts import later
 from trainer.runtime.remote import RemoteFile
 
 Columns = tuple[str, ...]
-CHUNK = 256  # records to read at once
+CHUNK = 256  # the number of records to read at once
 _EXPECTED = 1 << 22  # the maximum size of a remote text file that is requested ahead
-_BLOCK = 1 << 20  # bytes to read at once while skipping the rest of a line
+_BLOCK = 1 << 20  # the number of bytes to read at once while skipping the rest of a line
 
 
 class NoColumn(UserError):
@@ -47,7 +47,7 @@ class Part(Protocol):
 
     @property
     def weight(self) -> int:
-        """The part's size in bytes or records, for progress."""
+        """The part's size in bytes or records, from which progress is computed."""
         ...
 
     @property
@@ -57,8 +57,8 @@ class Part(Protocol):
 
     @property
     def restores(self) -> bool:
-        """Whether `data.arrow` restores values of the columns to their original form. Earlier versions of trainer did
-        not restore values, so those versions read different ones."""
+        """Whether `data.arrow` restores values of the columns to their original form. Earlier versions of trainer read
+        these values without restoring them, so data that they prepared from the part are not reused."""
         ...
 
     def cuts(self, count: int) -> list[int]:
@@ -134,8 +134,8 @@ class TextPart(FilePart):
 
 
 class Line(Location):
-    """The location of a line. `number` is the offset of its first byte, and the line number is computed only for
-    messages."""
+    """The location of a line in a file. `number` is the offset of the line's first byte; the line number is computed
+    only for messages."""
 
     def __str__(self) -> str:
         if not Path(self.name).is_file():  # the file was removed after the line was read, or is remote
@@ -190,7 +190,8 @@ class JsonlPart(FilePart):
                 if not line.strip():
                     continue
                 try:
-                    # Besides escaped surrogates, a text may contain surrogates that are encoded in UTF-8.
+                    # `surrogatepass` accepts surrogates that are encoded in UTF-8. Texts may contain these as well as
+                    # escaped surrogates.
                     values = json.loads(line.removeprefix(codecs.BOM_UTF8).decode("utf-8", "surrogatepass"))
                 except (ValueError, RecursionError) as error:
                     raise UserError(
@@ -229,7 +230,8 @@ def parsed(parse: Callable[[bytes], Any], data: bytes, columns: Columns, where: 
 
 
 class damaged_file:
-    """A context manager that turns exceptions of the types `errors` into a UserError that names the file."""
+    """A context manager that converts an exception of one of the types `errors` into a UserError that names the
+    file."""
 
     def __init__(self, path: Any, errors: tuple[type[Exception], ...]):
         self._path, self._errors = path, errors

@@ -14,7 +14,7 @@ class Rendered(NamedTuple):
 
     Attributes:
       text: the text.
-      learnt: the ranges inside `{% generation %}` blocks, in order; their tokens are trained.
+      learnt: the ranges inside `{% generation %}` blocks, in order; their tokens contribute to the loss.
       plain: the ranges in which a message contains the name of a special token; there, the name is ordinary text.
     """
 
@@ -24,7 +24,8 @@ class Rendered(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """Tokens [n], int32, and for each token the characters [start, stop) that it covers, at least in part."""
+    """The tokens of a text, int32 [n], and for each token the range [start, stop) of the characters that it covers at
+    least in part."""
 
     ids: np.ndarray
     starts: np.ndarray
@@ -56,13 +57,14 @@ def pattern(names: Collection[str]) -> re.Pattern[str]:
 
 
 def at_plain_names(rendered: Rendered) -> Iterator[tuple[str, int, bool]]:
-    """Yields consecutive parts of the text, each with its start and whether its range is in `Rendered.plain`."""
+    """Splits the text at the ranges in `Rendered.plain`. Yields each part with its start and whether it is one of these
+    ranges."""
     return _cut(rendered.text, rendered.plain)
 
 
 def at_special_tokens(rendered: Rendered, names: re.Pattern[str]) -> Iterator[tuple[str, int, bool]]:
-    """Yields consecutive parts of the text, each with its start and whether it is the name of a special token outside
-    of messages. `names` matches the names of special tokens."""
+    """Splits the text at the names of special tokens outside of messages. Yields each part with its start and whether
+    it is such a name. `names` matches the names of special tokens."""
     plain = set(rendered.plain)
     return _cut(rendered.text, [span for match in names.finditer(rendered.text) if (span := match.span()) not in plain])
 

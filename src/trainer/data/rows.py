@@ -23,7 +23,7 @@ FILE, SUMS = "rows.npy", "crc32.npy"
 SEGMENTS, ENDS = "segments.npy", "segment_ends.npy"
 _OPEN = 64  # the maximum number of folders that are open at the same time
 _FIELDS = ("inputs", "targets", "segmentation", "loss")  # `loss` is stored only if it excludes some targets
-Names = dict[tuple[str, str], int]  # maps (name, unit) of a file or table, see `Location`, to its index in SEGMENTS
+Names = dict[tuple[str, str], int]  # from the (name, unit) of a file or table (see `Location`) to its index in SEGMENTS
 
 
 class StoredRows:
@@ -103,11 +103,11 @@ def _mapped(folder: Path, name: str, axes: int) -> np.ndarray:
 
 
 def write(folder: Path, rows: Iterable[Packed], *, length: int, vocab_size: int, masked: bool) -> list[tuple[str, str]]:
-    """Writes `rows` into `folder`, in order and in bounded memory. Returns the (name, unit) of each file or table, see
-    `Location`, to which SEGMENTS refers by index.
+    """Writes `rows` into `folder`, in order and in bounded memory. Returns a list with the (name, unit) of each file or
+    table, see `Location`. SEGMENTS contains indices of this list.
 
     Rows are stored as uint16 if all token ids and segment ids (1 to `length`) fit, otherwise as int32. `masked`:
-    whether some targets do not contribute to the loss. Raises OSError if the disk is full.
+    whether to store which targets contribute to the loss. Raises OSError if the disk is full.
     """
     dtype = np.dtype(np.uint16 if max(vocab_size, length + 1) <= 1 << 16 else np.int32)
     fields = _FIELDS if masked else _FIELDS[:-1]

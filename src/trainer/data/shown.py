@@ -25,7 +25,7 @@ _SHOWN = ("max_target_length", "packing", "grain_packing_type", "use_sft", "use_
 
 
 def summary(place: Path) -> Iterator[str]:
-    """Yields lines about the prepared data in a folder. Raises UserError if it is damaged."""
+    """Yields lines about the prepared data in a folder. Raises UserError if the folder is damaged."""
     prepared, _ = read_place(place)
     keys = keys_in(place)
     yield f"prepared data  {visible(str(place))}"
@@ -51,7 +51,7 @@ def row(place: Path, number: int, held_out: bool, marks: tuple[str, str]) -> Ite
     Args:
       number: the row, counted from 0 through all components of a mixture in order.
       held_out: whether to show an evaluation row instead of a training row.
-      marks: what to print before and after trained tokens in the text.
+      marks: the texts to print before and after trained tokens.
 
     Raises:
       UserError: there is no such row, or the data are damaged.

@@ -24,7 +24,7 @@ from trainer.runtime.remote import each
 
 @dataclass(frozen=True)
 class Source:
-    """The corpora for training, the weight of each, and the corpora for evaluation, of which there may be none."""
+    """The corpora for training and their weights, and the corpora for evaluation, of which there may be none."""
 
     name: str
     train: tuple[Corpus, ...]
@@ -115,7 +115,7 @@ def _hf(config: Config, say: Progress) -> Source:
         patterns = config[key].split(";") if "://" in config[key] else []
         return [file for pattern in patterns for file in find_files(config, pattern.strip(), key)]
 
-    # The remote files are listed before `hf_corpus` is called, because it disables requests to the hub.
+    # The remote files are listed before `hf_corpus` is called, because `hf_corpus` disables requests to the hub.
     train_files, eval_files = remote("hf_train_files"), remote("hf_eval_files")
     announce_copies(config, [*train_files, *eval_files], say, together=True)
     cache = cache_root(config.data_cache_directory) / "huggingface"

@@ -11,8 +11,8 @@ from trainer.config.errors import UserError
 from trainer.data.corpus import Corpus
 from trainer.data.documents import Location, Record, is_held_out
 
-# Mostly tests and large applications. Some Python distributions omit these folders, so with them the corpus would
-# differ between distributions.
+# Folders that contain mostly tests and large applications. Some Python distributions omit them, so a corpus that
+# included these folders would differ between distributions.
 EXCLUDED_FOLDERS = frozenset(
     {"test", "tests", "idle_test", "idlelib", "tkinter", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
 )
@@ -29,8 +29,8 @@ class SourceFile:
 
     @property
     def held_out(self) -> bool:
-        """Whether the file is used for evaluation and never for training. This depends only on its path within the
-        corpus and holds for 5 % of paths.
+        """Whether the file is used for evaluation and never for training. The result depends only on the file's path
+        within the corpus, and is true for 5 % of paths.
 
         The prefix that `is_held_out` adds before hashing acts as a seed. Without the prefix, a single generated text
         file, pydoc_data/topics.py, would make up 64 % of the held-out bytes.

@@ -19,9 +19,9 @@ from trainer.data.packing import Packing, Resume
 from trainer.data.readers import IndexedPart, Part, indexed
 
 _OPEN_FILES = 8  # the maximum number of files read alternately if the order is shuffled
-_WINDOWS = 1 << 32  # added to the seed of the files' order to get the seed for shuffling windows
+_WINDOWS = 1 << 32  # the seed for shuffling windows is the seed of the files' order plus this number
 _BUFFER = 4  # the number of rows that a worker process prefetches
-_PASSES = 2  # the search for a document fails after this many passes over a process's share of the records
+_PASSES = 2  # a process that has found no document after this many passes over its records raises an error
 
 
 def streamed_rows(
@@ -39,10 +39,10 @@ def streamed_rows(
     """Returns an endless grain.IterDataset of this process's rows. Each row is a dict of arrays [length], with one more
     entry, `counts`: the `Counts` since the previous row.
 
-    Data that can be read by index are shuffled globally, and each of n processes gets every n-th record. Otherwise, the
-    order of the files is shuffled, and records are shuffled within windows of `window` records; the files are divided
-    among the processes if there are enough files, otherwise each process gets every n-th record. With `seed` None,
-    nothing is shuffled.
+    If the records can be read by index, they are shuffled globally, and each of n processes gets every n-th record.
+    Otherwise, the order of the files is shuffled, and records are shuffled within windows of `window` records. In that
+    case, the files are divided among the processes if there are at least n files; with fewer files, each process gets
+    every n-th record. If `seed` is None, nothing is shuffled.
     """
     parts = []
     for corpus in corpora:
@@ -62,8 +62,8 @@ def streamed_rows(
 def _records(
     corpus: Corpus, seed: int | None, window: int, workers: int, process_index: int, process_count: int
 ) -> tuple[Any, Callable[[Any], int]]:
-    """Returns this process's share of the records, and a function that maps the state of their iterator to the number
-    of the current pass over the share."""
+    """Returns this process's share of the records, and a function from the state of the iterator over these records to
+    the number of the current pass over the share."""
     if indexed(corpus.parts):
         every = _Concatenated(corpus.parts)  # type: ignore[arg-type]
         records = grain.MapDataset.source(every)
@@ -105,11 +105,12 @@ class _Concatenated:
 
 
 class _Files(grain.IterDataset):
-    """The records of files that are read from the beginning in each epoch. With a seed, each epoch shuffles the files.
+    """The records of files. Each epoch reads the files from the beginning, with a seed in shuffled order.
 
     `shares` contains one or two pairs (index, count). The first pair selects the process's share, share `index` of
-    `count`, and the second pair selects the worker's share of the process's share. A pair divides the files if at least
-    `count` files are left; otherwise, it and the pair after it divide the records.
+    `count`, and the second pair selects the worker's share of the process's share. The pairs are applied in order. A
+    pair divides the files if at least `count` files are left; otherwise, this pair and the following one divide the
+    records.
     """
 
     def __init__(self, parts: Sequence[Part], seed: int | None, shares: list[tuple[int, int]]):
@@ -191,7 +192,7 @@ class _FilesIterator(grain.DatasetIterator):
 
 
 class _Through(grain.IterDataset):
-    """A data set with the iterator that `make` returns, given an iterator of `parent`."""
+    """A data set whose iterator is the result of `make` for the iterator of `parent`."""
 
     def __init__(self, parent: grain.IterDataset, make: Callable[[grain.DatasetIterator], grain.DatasetIterator]):
         super().__init__(parent)
@@ -205,17 +206,17 @@ class _Shuffled(grain.DatasetIterator):
     """Shuffles the records of one window at a time. A window has `window` records, or fewer at the end of an epoch.
     Without a seed, keeps the order.
 
-    `get_state` returns the state of the files at the start of the window, the window's number, and the number of its
-    records that were returned.
+    `get_state` returns the state of the files at the start of the current window, the window's number, and the number
+    of records of this window that were already returned.
     """
 
     def __init__(self, parent: grain.DatasetIterator, seed: int | None, window: int):
         super().__init__(parent)
         self._seed, self._size = seed, 1 if seed is None else window
         self._number = self._given = 0
-        self._begin = self._end = parent.get_state()  # the state of the files at both ends of the window
+        self._begin = self._end = parent.get_state()  # the state of the files at the start and end of the window
         self._records: list[Record] = []
-        self._ahead: tuple[int, Record] | None = None  # the next (epoch, record), if the epoch's end ended the window
+        self._ahead: tuple[int, Record] | None = None  # the first (epoch, record) of the next epoch, if already read
 
     def __next__(self) -> Record:
         if self._given == len(self._records):
@@ -281,7 +282,7 @@ class _Packed(grain.DatasetIterator):
             next(self._rows)
 
     def _documents(self) -> Iterator[tuple[Any, Document]]:
-        read = first = 0  # records since the last document, and the pass number of the first of these records
+        read = first = 0  # the number of records since the last document, and the pass number of the first of them
         while True:
             state = self._parent.get_state()
             number = self._pass_of(state)

@@ -12,7 +12,7 @@ from trainer.data.batches import Batch, RowSource, local_rows, make_batch, train
 from trainer.data.documents import Counts
 
 Position = dict[str, Any]
-# What messages call each entry of a stream's identity (see `Dataset.identity`).
+# Maps each entry of a stream's identity (see `Dataset.identity`) to its name in messages.
 _NAMES = {
     "format": "the version of the data preparation",
     "way": "data_pipeline",
@@ -124,7 +124,8 @@ class StreamingStream:
     def position(self) -> Position:
         """Returns the stream's identity, the state of its iterator, and the layout of processes and workers for which
         the state is valid."""
-        # The conversion to JSON and back copies the state, and fails immediately if the state cannot be stored.
+        # The conversion to JSON and back copies the state. It also raises an error at once if JSON cannot store the
+        # state.
         state = json.loads(json.dumps(self._iterator.get_state()))
         return {"identity": self._identity, "place": self._layout, "state": state}
 
@@ -152,8 +153,8 @@ class StreamingStream:
 
 
 class RepeatedStream:
-    """Repeats the first batch of `stream` forever. The position stays before this batch, so that a resumed run repeats
-    the same batch."""
+    """Repeats the first batch of `stream` forever. The position always remains the one before this batch, so that a
+    resumed run repeats the same batch."""
 
     def __init__(self, stream: Stream):
         self._stream, self.per_process = stream, stream.per_process
@@ -184,7 +185,8 @@ def fingerprint(identity: Mapping[str, Any]) -> str:
 
 
 def check_identity(identity: Mapping[str, Any], position: Position | None) -> None:
-    """Raises a UserError with the first difference if `position` belongs to a stream with another identity."""
+    """Raises UserError if `position` belongs to a stream with another identity. The message names the first
+    difference."""
     if position is None:
         return
     then = position["identity"]

@@ -7,7 +7,7 @@ from trainer.data.batches import Batch, make_batch
 from trainer.data.order import mix
 
 EVAL_ROWS = 256  # the number of evaluation rows
-EVAL_OFFSET = 1 << 48  # the index of the first evaluation row, which training never reaches
+EVAL_OFFSET = 1 << 48  # the index of the first evaluation row; training never reaches so large an index
 _CUTS = SYNTHETIC - 1  # the number of cuts in a row; n cuts make n + 1 segments, or fewer if cuts coincide
 _STRIDE = 7  # the difference between consecutive tokens
 
@@ -43,7 +43,8 @@ class SyntheticRows:
         cuts = draw[:, :_CUTS] % np.uint64(self.length)
         cuts -= cuts % self._align
         segment = (column[None, None] >= cuts[..., None]).sum(axis=1)
-        # Cuts that coincide, or are at column 0, cause gaps in `segment`, so segment ids are counted from its changes.
+        # Cuts that coincide, or are at column 0, cause gaps in `segment`, so the segment ids are computed by counting
+        # the changes in `segment`.
         changes = np.diff(segment, axis=1, prepend=segment[:, :1]) != 0
         segmentation = 1 + np.cumsum(changes, axis=1)
         padding = draw[:, _CUTS] % np.uint64(self.length // 8 + 1)

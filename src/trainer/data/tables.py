@@ -48,7 +48,7 @@ class ParquetPart(FilePart):
 
         if not isinstance(self.path, RemoteFile):
             return pyarrow.parquet.ParquetFile(self.path, page_checksum_verification=True)
-        # `pre_buffer` would request all row groups at once.
+        # `pre_buffer=True` would request all row groups at once.
         return pyarrow.parquet.ParquetFile(
             self.path.open(buffering=0), metadata=self._metadata, pre_buffer=False, page_checksum_verification=True
         )
@@ -75,8 +75,8 @@ class ParquetPart(FilePart):
             self.path.check()
 
     def _batches(self, file: Any, groups: Sequence[int]) -> Iterator[Any]:
-        """Yields the rows of row groups in batches. In a remote file, determines the batch size of a group only when it
-        reads the group, because this takes a request for each dictionary-encoded column."""
+        """Yields the rows of row groups in batches. The batch size of each row group of a remote file is determined
+        only when the group is read, because this takes a request for each dictionary-encoded column."""
         columns = list(self.columns)
         for some in [[group] for group in groups] if self._metadata else [list(groups)] if groups else []:
             chunk = self._chunk or rows_at_once(self.path, self._metadata, columns, CHUNK, some)

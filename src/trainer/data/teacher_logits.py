@@ -32,7 +32,7 @@ from trainer.runtime.new_folder import new_file
 MANIFEST, PATH = "teacher-logits.json", "teacher_logits_path"
 FORMAT = 1
 _MOST_SHARDS = 1_000_000
-SHARD_BYTES = 64 << 20  # a shard has about this size, or is one batch if that is larger
+SHARD_BYTES = 64 << 20  # the approximate size of a shard; a larger batch is a shard of its own
 _DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 _FIELDS = {
     **{"format": Field(int, FORMAT, FORMAT), "data": Field(str), "teacher": Field(str), "dtype": Field(str)},
@@ -49,8 +49,8 @@ class Facts:
       data: a hash of the rows (`hash_of_rows`).
       rows, length: the number of rows, and the number of tokens in each row.
       k, vocab_size: the number of logits saved for each position, and the size of the teacher's vocabulary.
-      tokens: the number of tokens, from the beginning of the vocabulary, that the student also has. If k < vocab_size,
-        the other tokens are ignored.
+      tokens: the number of tokens at the beginning of the vocabulary that the student also has. If k < vocab_size, the
+        other tokens are ignored.
       temperature: the temperature at which the field `teacher_others` is computed (`trainer.objectives.saved_logits`).
       dtype: the dtype of the logits.
       teacher: a hash of the teacher's weights.
@@ -95,13 +95,13 @@ class Facts:
             )
 
     def bounds(self) -> dict[str, range]:
-        """Returns the row indices of each shard, by file name."""
+        """Returns a dict from each shard's file name to the indices of its rows."""
         firsts = range(0, self.rows, self.shard_rows)
         return {f"shard-{i:06}": range(a, min(a + self.shard_rows, self.rows)) for i, a in enumerate(firsts)}
 
 
 def rows_of(dataset: Dataset, key: str) -> tuple[RowSource, int]:
-    """Returns the training rows of `dataset`, and their number. Raises UserError if they have no fixed order."""
+    """Returns the training rows of `dataset`, and their number. Raises UserError if the rows have no fixed order."""
     if dataset.source is None or dataset.source.size is None:
         raise UserError(
             f"{key}: logits belong to the rows of one prepared data set; mixtures, streamed and synthetic rows have no "
@@ -140,7 +140,7 @@ class SavedLogits:
         return fingerprint(dataclasses.asdict(self.facts) | {"shards": self._sums})
 
     def rows(self, indices: np.ndarray) -> Batch:
-        """Returns the saved logits of the rows at `indices` [n], as batch fields.
+        """Returns a batch with the saved logits of the rows at `indices` [n].
 
         Raises UserError if a shard is damaged.
         """
@@ -206,9 +206,9 @@ def with_logits(dataset: Dataset, path: str) -> Dataset:
 
 @contextlib.contextmanager
 def writer(path: str, facts: Facts, teacher_path: str) -> Iterator[tuple[dict[str, range], Callable[..., None]]]:
-    """Creates the folder `path`, or continues an incomplete one. Yields the row indices of each missing shard by file
-    name, and a function `write(name, batches)`, which writes a missing shard. `batches` are dicts of arrays [n, ...]
-    that together contain the shard's rows in order.
+    """Creates the folder `path`, or continues an incomplete one. Yields a dict from the file name of each missing shard
+    to the indices of its rows, and a function `write(name, batches)`, which writes the shard `name`. Each batch is a
+    dict of arrays [n, ...]; together, the batches contain the rows of the shard in order.
 
     Raises:
       UserError: the folder has other logits or other files, another process writes to it, or it cannot be written.
@@ -249,8 +249,8 @@ def writer(path: str, facts: Facts, teacher_path: str) -> Iterator[tuple[dict[st
 
 
 def _begun(folder: Path, facts: Facts) -> tuple[Facts, dict[str, str]]:
-    """Returns `facts`, and the SHA-256 of each shard that is already complete. If an earlier command began the folder,
-    `facts` gets the earlier command's shard size, and the incomplete shards are removed."""
+    """Returns `facts`, and a dict from the name of each complete shard to its SHA-256. If an earlier command began the
+    folder, the returned facts have the shard size of that command, and incomplete shards are removed."""
     if not os.path.lexists(folder / MANIFEST):
         if any(path.name != LOCK_FILE for path in folder.iterdir()):
             raise UserError(f"save_teacher_logits={folder}: has other files; choose a new folder")
@@ -271,7 +271,8 @@ def _begun(folder: Path, facts: Facts) -> tuple[Facts, dict[str, str]]:
 
 
 def _read(folder: Path) -> tuple[Facts, dict[str, str]]:
-    """Returns the content of the manifest: the `Facts`, and the SHA-256 of each complete shard by file name."""
+    """Returns the content of the manifest: the `Facts`, and a dict from the name of each complete shard to its
+    SHA-256."""
     found = read_object(folder / MANIFEST)
     problems = [f"{name} is missing" for name in _FIELDS if name not in found] or field_problems(found, _FIELDS)
     if not problems and (found["dtype"] not in _DTYPES or not found["k"] <= found["tokens"] <= found["vocab_size"]):

@@ -7,15 +7,15 @@ REPLACEMENT = "\ufffd"
 # The bytes of a surrogate whose code point is encoded in UTF-8 (WTF-8). No other character begins with these bytes.
 _SURROGATE_BYTES = re.compile(rb"\xed[\xa0-\xbf]")
 _UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-# Whether each of the first four bytes is 0, if a text begins with ASCII and its encoding is UTF-16 or UTF-32 without a
-# byte order mark.
+# The first four bytes of texts that begin with ASCII in UTF-16 or UTF-32 without a byte order mark: one entry for each
+# encoding, with True for each byte that is 0.
 _ASCII_ZEROS = [(False, True) * 2, (True, False) * 2, (False, True, True, True), (True, True, True, False)]
 GZIP = b"\x1f\x8b\x08"  # the first bytes of a gzip file
 
 
 def mended(text: str) -> tuple[str, int]:
-    """Returns `text` with U+FFFD for each lone surrogate, and the number of these. A surrogate pair becomes the
-    character that it encodes.
+    """Returns `text` with each lone surrogate replaced by U+FFFD, and the number of lone surrogates. A surrogate pair
+    becomes the character that it encodes.
 
     JSON can contain half of a pair, as in "\\ud83d", if a program cut a text between the halves. Half a pair is not a
     character, so no tokenizer accepts it.
@@ -37,8 +37,8 @@ def decoded(data: bytes) -> tuple[str, int]:
 
 
 def canonical(value: str | bytes) -> bytes:
-    """Returns a text, a str or its UTF-8 bytes, as UTF-8 with lone surrogates replaced (`mended`). The result for a str
-    equals the result for its bytes. Bytes that are not UTF-8 are returned unchanged."""
+    """Returns a text, given as str or UTF-8 bytes, as UTF-8 bytes with lone surrogates replaced (`mended`). The result
+    for a str equals the result for its bytes. Bytes that are not UTF-8 are returned unchanged."""
     if isinstance(value, str):
         return mended(value)[0].encode()
     if not _SURROGATE_BYTES.search(value):
@@ -50,7 +50,8 @@ def canonical(value: str | bytes) -> bytes:
 
 
 def encoding_hint(data: bytes) -> str:
-    """Returns the probable format of `data`, which is not UTF-8, as the end of a message; "" if unknown."""
+    """Returns the probable format of `data`, which is not valid UTF-8, as a phrase to append to a message; "" if
+    unknown."""
     zeros = tuple(byte == 0 for byte in data[:4])
     if data.startswith(GZIP):
         return " (it looks like gzip)"

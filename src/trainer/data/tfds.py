@@ -74,7 +74,7 @@ def tfds_corpus(config: Config, name: str, key: str, columns: Columns, say: Prog
 
 
 def _place(path: Path, remote: Mapping[str, Any] | None) -> Any:
-    """Returns the local or remote file of a shard, given its path in the local folder with the metadata."""
+    """Returns the local or remote file of a shard. `path` is the shard's path in the local folder with the metadata."""
     if remote is not None and path.name not in remote:
         raise UserError(f"{path.name} is missing next to the metadata of the TFDS dataset; copy or prepare it again")
     return path if remote is None else remote[path.name]
@@ -97,7 +97,8 @@ def _remote_folder(place: str, dataset_name: str) -> str:
 
 
 def _copied(config: Config, url: str, say: Progress) -> tuple[Path, Mapping[str, Any]]:
-    """Copies the metadata at a URL. Returns the local folder of the copies, and all files at the URL by name."""
+    """Copies the metadata at a URL. Returns the local folder of the copies, and a dict from the names of all files at
+    the URL to the remote files."""
     files = {file.name: file for file in data_files(f"{url}/*", copies_of(config))}
     small = [file for file in files.values() if "record" not in file.name and file.size <= FILE_BYTES]
     if "dataset_info.json" not in files:
@@ -115,7 +116,7 @@ def _copied(config: Config, url: str, say: Progress) -> tuple[Path, Mapping[str,
 
 
 def check_features(folder: Path) -> None:
-    """Checks that features.json names only classes of TFDS, because TFDS would import any other module that it names.
+    """Checks that features.json names only classes of TFDS, because TFDS imports whatever module the file names.
 
     Raises:
       UserError: features.json names a class of another package, or is not JSON.
@@ -137,7 +138,8 @@ def check_features(folder: Path) -> None:
 
 
 class _TfdsParser:
-    """Parses records of a TFDS dataset into features. Each process loads the description of the features itself."""
+    """Parses records of a TFDS dataset into features. The description of the features is loaded separately in each
+    process."""
 
     def __init__(self, folder: str):
         self._folder, self._features = folder, None

@@ -72,13 +72,13 @@ class Tokenizer(abc.ABC):
       vocab_size: ids are smaller than this.
       largest: the largest id that a document can contain. Some published tokenizers also have larger ids, of special
         tokens that documents never contain, such as Gemma 3's image tokens.
-      bos, eos: the tokens before and after each document; None if there is none.
-      bytes_per_token: the number of text bytes of each token, int32 [vocab_size], 0 for special tokens; None if the
-        numbers are not exact, because the tokenizer changes the text.
-      special_names: the names of special tokens by role (bos_token, eos_token, ...), which chat templates read.
+      bos, eos: the ids of the tokens before and after each document; None without such a token.
+      bytes_per_token: int32 [vocab_size], the number of text bytes of each token; 0 for special tokens. None if these
+        numbers would not be exact because the tokenizer changes the text.
+      special_names: a dict from roles (bos_token, eos_token, ...) to the names of special tokens, for chat templates.
       own_template: the chat template in the tokenizer's files; None if there is none.
       chat_template: `own_template`, or the template that a run uses instead.
-      beside: the contents of the files next to the tokenizer's file.
+      beside: the content of the files next to the tokenizer's file, see `trainer.data.beside.Beside`.
       note: a line for the user about ignored settings in the tokenizer's file; "" if there are none.
     """
 
@@ -109,9 +109,9 @@ class Tokenizer(abc.ABC):
         return texts[0] != texts[1]
 
     def saved_files(self) -> dict[str, bytes]:
-        """Returns the contents, by relative path, of the files of a folder from which tokenizer_path can load this
-        tokenizer and its chat template. Where possible, they are unchanged copies of the files from which the tokenizer
-        was read."""
+        """Returns a dict from relative paths to contents of files. tokenizer_path can load this tokenizer and its chat
+        template from a folder with these files. Where possible, the files are unchanged copies of those from which the
+        tokenizer was read."""
         with tempfile.TemporaryDirectory() as folder:
             self.save(Path(folder))
             files = {path.name: path.read_bytes() for path in Path(folder).iterdir()} | dict(self.beside.files)
@@ -151,8 +151,9 @@ class Tokenizer(abc.ABC):
         return self.decode([*before, token])[len(self.decode(before)) :].encode()
 
     def vocabulary(self) -> list[bytes | None]:
-        """Returns the bytes of each token by id: the UTF-8 of its text, or of its name if it is special; None for an id
-        without a token. Equal tokens have equal bytes even in tokenizers of different files or types."""
+        """Returns a list with the bytes of the token with each id: the UTF-8 of its text or, for a special token, of
+        its name; None for an id without a token. Equal tokens have equal bytes even in tokenizers of different files or
+        types."""
         names = {i: name.encode() for name, i in self.special_tokens.items()}
         return [names[i] if i in names else self.token_bytes(i) for i in range(self.vocab_size)]
 
@@ -162,13 +163,13 @@ class Tokenizer(abc.ABC):
 
     @functools.cached_property
     def special_tokens(self) -> Mapping[str, int]:
-        """The ids of the special tokens by name. `encode_rendered` recognizes these names."""
+        """A dict from the names of the special tokens, which `encode_rendered` recognizes, to their ids."""
         return self._special_tokens()
 
     @functools.cached_property
     def markers(self) -> Mapping[str, int]:
-        """The ids, by name, of the tokens that can end a turn: special tokens, and others that never occur in ordinary
-        text."""
+        """A dict from names to ids of the tokens that can end a message: special tokens, and others that never occur in
+        ordinary text."""
         return self._markers()
 
     @abc.abstractmethod
@@ -188,7 +189,7 @@ class Tokenizer(abc.ABC):
         return from_bytes(text, start, *self._ends(text))
 
     def _ends(self, text: str) -> tuple[Sequence[int], Sequence[int]]:
-        """Returns the tokens of `text`, and the number of its bytes up to the end of each token."""
+        """Returns the tokens of `text`, and for each token the number of bytes of `text` up to the token's end."""
         assert self.bytes_per_token is not None
         ids = self.encode(text)
         return ids, np.cumsum(self.bytes_per_token[np.asarray(ids, np.int32)])  # type: ignore[return-value]
@@ -203,7 +204,7 @@ class JsonTokenizer(Tokenizer):
         # The configuration determines the row length, so the file's truncation and padding are disabled.
         inner.no_truncation()
         inner.no_padding()
-        # Encoding must be deterministic. Only a BPE can be random, through its dropout setting.
+        # Encoding must be deterministic. Only a BPE with dropout is random, so its dropout is disabled.
         if getattr(inner.model, "dropout", None):
             inner.model.dropout = None
         self._inner, self._names = inner, (bos, eos)
@@ -222,7 +223,7 @@ class JsonTokenizer(Tokenizer):
                 self.bytes_per_token[i] = 0 if added.special else len(added.content.encode())
 
     def __reduce__(self) -> Any:
-        # Unpickling calls __init__, because pickling loses encode_special_tokens.
+        # Unpickling must call __init__ to set encode_special_tokens again, because pickling loses it.
         own = {"special_names", "own_template", "chat_template", "beside", "note"}
         given = {name: value for name, value in vars(self).items() if name in own}
         return JsonTokenizer, (self._inner, *self._names), given
@@ -247,7 +248,8 @@ class JsonTokenizer(Tokenizer):
 
     @functools.cached_property
     def _of_chats(self) -> "tokenizers.Tokenizer":
-        """A copy of the tokenizer that recognizes special tokens, and has no post-processor, which may trim offsets."""
+        """A copy of the tokenizer that recognizes special tokens, and has no post-processor, because a post-processor
+        may trim offsets."""
         import tokenizers
 
         return tokenizers.Tokenizer.from_str(json.dumps(json.loads(self._inner.to_str()) | {"post_processor": None}))
@@ -293,7 +295,8 @@ class JsonTokenizer(Tokenizer):
         found: list[bytes | None] = [None] * self.vocab_size
         convert = _of_byte_level if self._in_bytes else piece_bytes
         for piece, i in self._inner.get_vocab().items():
-            # A damaged file may repeat an id. The package lists tokens in random order, so `max` makes a fixed choice.
+            # A damaged file may give several tokens the same id. The package lists tokens in random order, so `max`
+            # chooses one of them deterministically.
             found[i] = max(found[i] or b"", convert(piece))
         for i, token in self._inner.get_added_tokens_decoder().items():
             found[i] = token.content.encode() if self._in_bytes else piece_bytes(token.content)
@@ -370,7 +373,8 @@ class ByteTokenizer(Tokenizer):
 
 
 def piece_bytes(piece: str) -> bytes:
-    """Returns the UTF-8 of a sentencepiece token. In these tokens, U+2581 is a space; <0xNN> is a single byte."""
+    """Returns the UTF-8 of a sentencepiece token. In such a token, U+2581 stands for a space; the token <0xNN> is a
+    single byte."""
     byte = BYTE.fullmatch(piece)
     return bytes.fromhex(byte[1]) if byte else piece.replace("\u2581", " ").encode()
 
@@ -383,7 +387,8 @@ def _of_byte_level(piece: str) -> bytes:
 
 
 def _is_byte_level(spec: dict[str, Any]) -> bool:
-    """Returns whether the tokens of the tokenizer.json with the content `spec` represent exactly the text's bytes."""
+    """Returns whether a tokenizer's tokens represent exactly the bytes of the text. `spec` is the content of its
+    tokenizer.json."""
     if spec.get("normalizer") or (spec.get("decoder") or {}).get("type") != "ByteLevel":
         return False
     steps = spec.get("pre_tokenizer") or {}

@@ -56,8 +56,8 @@ _LLAMA3_NAMES = {
 _LACKS = f"tokenizer_path: {{folder}}: {CONFIG_FILE} or {SPECIAL_TOKENS} names {{name}}, which {{file}} lacks"
 _SYMBOL = re.compile(r"<[^<>\s]+>")
 _MOST_TOKENS = 1 << 24  # the limit of token ids: a table of this many entries fits in memory
-# Matching the word pattern backtracks over white space, and overflows the stack on a run of under a million white-space
-# characters. So runs longer than this limit are split.
+# Runs of more white-space characters than this limit are split, because matching the word pattern backtracks over white
+# space, and overflows the stack on a run of less than a million characters.
 _SPACE_LIMIT = 25_000
 _LONG_SPACE = re.compile(rf"(?<!\s)\s{{{_SPACE_LIMIT + 1},}}")
 
@@ -93,8 +93,8 @@ def load_tokenizer(path: str, kind: str, *, add_bos: bool, add_eos: bool) -> Tok
 
 
 def tokenizer_parts_of(place: Any) -> dict[str, bytes]:
-    """Returns the contents of the tokenizer's files in `place`, by relative path. `place` is a local folder, a folder
-    in a bucket, or a GGUF file.
+    """Returns a dict from the relative paths of the tokenizer's files in `place` to their contents. `place` is a local
+    folder, a folder in a bucket, or a GGUF file.
 
     Raises:
       UserError: a file is too large, or the type of a GGUF file's tokenizer is unknown.
@@ -121,9 +121,9 @@ def _of_gguf(file: Path, *, add_bos: bool, add_eos: bool) -> Tokenizer:
 
 
 def _named(tokenizer: Tokenizer, role: str, file: Path) -> int | None:
-    """Returns the id of the token that the files next to the tokenizer `file` name for `role` (bos_token or eos_token).
-    If they name none, returns the tokenizer's default. If that default is None because add_bos or add_eos is false,
-    always returns None. Raises UserError if the tokenizer lacks the named token."""
+    """Returns the id of the token for `role` (bos_token or eos_token); None if `tokenizer.bos` or `tokenizer.eos` is
+    None, as with add_bos=false or add_eos=false. A token that the files next to `file`, the tokenizer's file, specify
+    overrides the tokenizer's default. Raises UserError if the tokenizer lacks the specified token."""
     own = tokenizer.bos if role == "bos_token" else tokenizer.eos
     name = tokenizer.special_names.get(role)
     if own is None or name is None:
@@ -285,7 +285,7 @@ def _load_json(file: Path, *, add_bos: bool, add_eos: bool, names: Mapping[str, 
 
 
 def _file(path: Path, kind: str) -> Path:
-    """Returns the tokenizer's file; `path` is the file or its folder."""
+    """Returns the path of the tokenizer's file; `path` is this file or its folder."""
     names = [TOKENIZER_FILES[kind]] if kind in TOKENIZER_FILES else list(TOKENIZER_FILES.values())
     if path.is_dir():
         check_folder(path, [*VOCABULARIES, *SETTINGS])
@@ -295,7 +295,7 @@ def _file(path: Path, kind: str) -> Path:
         if kind == "auto" and (path / CONFIG_FILE).is_file():
             return path / CONFIG_FILE
         raise UserError(f"tokenizer_path={path} contains no {' or '.join(names)}")
-    # These files are read together with `path`.
+    # The files that are checked here are read together with the file `path`.
     check_folder(path.parent, [*(VOCABULARIES if path.name in VOCABULARIES else ()), *SETTINGS])
     if not path.is_file():
         raise UserError(

@@ -14,8 +14,8 @@ from trainer.config.errors import UserError
 from trainer.config.limits import TOGETHER_BYTES, UNPACKED_BYTES, UNPACKED_RATIO
 
 _MAGIC = b"ARROW1\0\0"  # the beginning of an Arrow file, before its Arrow stream
-_RECORD_BATCH, _DICTIONARY_BATCH = 3, 2  # types of Arrow's messages
-_BUFFERS, _COMPRESSION = 2, 3  # indices of a batch's fields
+_RECORD_BATCH, _DICTIONARY_BATCH = 3, 2  # message types of the Arrow format
+_BUFFERS, _COMPRESSION = 2, 3  # indices of fields in a record batch's metadata
 
 
 def check_unpacked(path: Path) -> None:
@@ -42,8 +42,8 @@ def rows_at_once(
     path: Any, metadata: Any, columns: Sequence[str] | None, most: int, groups: Sequence[int] | None = None
 ) -> int:
     """Returns how many rows of a Parquet file to read at once: at most `most`, and fewer if a dictionary page is large,
-    because each row may contain a copy of a large value from it. `columns` and `groups` are the top-level columns and
-    the row groups to read (None: all). Raises UserError as `check_unpacked` does."""
+    because each row may contain a copy of a large value from the dictionary. `columns` and `groups` are the top-level
+    columns and the row groups to read (None: all). Raises UserError as `check_unpacked` does."""
     largest = 1
     with path.open("rb", buffering=0) as file:
         for group in map(metadata.row_group, range(metadata.num_row_groups) if groups is None else groups):
@@ -79,7 +79,7 @@ def _page_size(header: bytes) -> int:
 
 
 def _arrow_sizes(path: Path) -> Iterator[tuple[int, int]]:
-    """Yields the packed and unpacked size of each batch of an Arrow file."""
+    """Yields a pair for each batch of an Arrow file: its packed and its unpacked size."""
     import pyarrow
     import pyarrow.ipc
 
@@ -98,7 +98,7 @@ def _unpacked(header: bytes, body: Any) -> int:
     def number(form: str, at: int) -> int:
         return struct.unpack_from(form, header, at)[0]
 
-    def field(table: int, i: int) -> int:  # the field's offset; 0 if absent
+    def field(table: int, i: int) -> int:  # the offset of field `i` in `header`; 0 if absent
         names = table - number("<i", table)
         offset = number("<H", names + 4 + 2 * i) if 4 + 2 * i < number("<H", names) else 0
         return table + offset if offset else 0

@@ -13,8 +13,10 @@ class Shared(NamedTuple):
     """The tokens that two tokenizers have in common.
 
     Attributes:
-      tokens: the number of ids that both tokenizers have, with equal tokens: the smaller of `student` and `teacher`.
-      student, teacher: each tokenizer's largest id + 1. The models' token tables may have more rows.
+      tokens: the number of ids that both tokenizers have, which is the smaller of `student` and `teacher`. The tokens
+        with these ids are equal.
+      student, teacher: the largest id + 1 of the student's and of the teacher's tokenizer. The models' embedding tables
+        may have more rows.
       note: a message for the user if one vocabulary is a prefix of the other, or if documents begin or end with
         different tokens; else "".
     """
@@ -33,14 +35,14 @@ def shared_tokens(
     """Compares the tokens with equal ids. `names`: the tokenizers' names in messages.
 
     Two tokens are equal if `Tokenizer.vocabulary` returns the same bytes for both, even if the tokenizers are of
-    different types. The bytes of a special token are its name. A special token of one tokenizer must not be an ordinary
-    token of the other. It may be an added token that is not marked as special, because tokenizer formats, and published
-    copies of a tokenizer, differ in which added tokens they mark. An id without a token in one tokenizer must have none
-    in the other.
+    different types. The bytes of a special token are its name. A special token of one tokenizer must be a special token
+    or an added token of the other: an added token need not be marked as special, because tokenizer formats, and
+    published copies of a tokenizer, differ in which added tokens they mark. An id without a token in one tokenizer must
+    have none in the other.
 
     Merges and the splitting of texts may differ, because only the student's tokenizer encodes texts. The tokenizers may
-    begin and end documents with different tokens, because each tokenizer also has the other's tokens. `Shared.note`
-    then names these tokens.
+    begin and end documents with different tokens, because the begin and end tokens of one tokenizer are also tokens of
+    the other. If they begin or end documents differently, `Shared.note` names these tokens.
 
     Raises:
       UserError: the tokenizers have different tokens for an id.

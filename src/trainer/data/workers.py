@@ -13,7 +13,7 @@ from trainer.config.errors import UserError
 from trainer.data.cache import BEGUN_BY, Unfinished
 from trainer.runtime.signals import die_with
 
-Task = Callable[[int, Callable[[float], None]], object]  # arguments: part number, callback for completed share
+Task = Callable[[int, Callable[[float], None]], object]  # arguments: part number, callback for the completed share
 _LOOK = 0.5  # seconds between progress checks
 
 
@@ -62,7 +62,7 @@ def run(task: Task, parts: Sequence[int], count: int, progress: Callable[[int, f
     finally:
         del os.environ[BEGUN_BY]
         for process in {*multiprocessing.active_children()} - others:
-            process.terminate()  # not waited for: a part may take minutes. The next run redoes it
+            process.terminate()  # without waiting for its part, which may take minutes and is redone by the next run
         pool.shutdown(cancel_futures=True)
 
 
@@ -72,8 +72,8 @@ _OF_WORKER: list[Any] = []  # in a worker: the task, and each part's completed s
 def _begin(task: Task, shares: Any, parent: int) -> None:
     die_with(parent)
     del os.environ[BEGUN_BY]  # needed only while this process imports the main module
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: the parent ends this process
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers already use the cores
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C, the parent ends this process
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers together already use all cores
     _OF_WORKER[:] = task, shares
 
 

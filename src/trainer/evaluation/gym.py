@@ -19,8 +19,8 @@ _PROGRAM += "main(given)"
 
 
 def with_questions(spec: Spec, limit: int, allow_code: bool) -> Spec:
-    """Returns the task with its generated questions and a function that judges answers. `limit`: the maximum number of
-    questions; -1: all.
+    """Returns a copy of `spec` with generated questions and the name of a function that judges answers. `limit`: the
+    maximum number of questions; -1: all.
 
     Args:
       allow_code: whether the verifier may evaluate answers as code.

@@ -12,18 +12,18 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-# Calls that evaluate a text as code; some verifiers use them on the answer.
+# Matches calls that evaluate a text as code. Some verifiers apply such a function to the answer.
 _EVALUATES = re.compile(r"\b(eval|exec|parse_expr|sympify)\(")
 
 
 def main(given: str) -> None:
     """Generates the questions and prints a JSON object.
 
-    `given` is the JSON text of a list: the description of the data set, as in `_opened`, and the maximum number of
-    questions. The printed object has the fields `rows`, a list of pairs of a question and its answer, and `evaluates`,
-    whether the verifier's module evaluates texts as code. If the data set cannot be created, the object instead has the
-    fields `problem`, the name of the wrong field of the task, `value`, its value or the error, and `choices`, the
-    allowed values.
+    `given` is the JSON text of a list with two items: the description of the data set (a list of its name, seed, size
+    and configuration), and the maximum number of questions. The printed object has two fields: `rows` is a list of
+    (question, answer) pairs, and `evaluates` is true if the verifier's module evaluates texts as code. If the data set
+    cannot be created, the object instead has three fields: `problem` is the name of the wrong field of the task,
+    `value` is this field's value or the error, and `choices` is a list of the allowed values.
     """
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
@@ -51,7 +51,7 @@ def main(given: str) -> None:
 
 @functools.cache
 def _opened(task: str) -> Any:
-    """Returns a data set. `task`: the JSON text of a list of its name, seed, size and configuration."""
+    """Returns a data set. `task`: the JSON text of a list of the data set's name, seed, size and configuration."""
     import reasoning_gym
 
     name, seed, size, settings = json.loads(task)
@@ -64,8 +64,9 @@ def _entry(task: str, index: int) -> Any:
 
 
 def judge(completions: Sequence[str], task: Sequence[str], index: Sequence[int]) -> float:
-    """Returns the verifier's score, from 0 to 1, of a completion: of the text in its last <answer> </answer>, or of the
-    whole completion if it contains no such tags. The parameters are a reward function's: lists of one value."""
+    """Returns the verifier's score, from 0 to 1, of a completion. The verifier gets the text in the last <answer>
+    </answer>, or the whole completion if it contains no such tags. Each parameter is a list with one value, as in
+    reward functions."""
     from reasoning_gym.utils import extract_answer
 
     (completion,), (described,), (number,) = completions, task, index

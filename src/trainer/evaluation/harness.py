@@ -32,9 +32,9 @@ from trainer.evaluation.specs import Spec
 from trainer.inference.sampling import Sampling
 
 T = TypeVar("T")
-_NAMES = re.compile(r"""^(?:task|group|tag): *['"]?([\w.+-]+)""", re.MULTILINE)  # names in a task file
+_NAMES = re.compile(r"""^(?:task|group|tag): *['"]?([\w.+-]+)""", re.MULTILINE)  # matches names of tasks in a task file
 _SEED = 1234  # the seed of the few-shot examples, lm-eval's default
-_RESAMPLES = 1000  # bootstrap samples for the standard errors of metrics that are not means
+_RESAMPLES = 1000  # the number of bootstrap samples for standard errors of metrics that are not means
 _SETTINGS = ("until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "max_length")
 
 
@@ -131,7 +131,7 @@ def _scores(values: Mapping[str, Any], count: int, rows: Sequence[Mapping[str, A
 def _error_of_ratio(metric: str, value: float, rows: Sequence[Mapping[str, Any]]) -> float | None:
     """Returns the standard error of a metric, such as perplexity, that is computed from the log-likelihood per word or
     byte; None for other metrics. lm-eval does not compute this error. `value`: the value of the metric. `rows`: the
-    samples, which contain under the metric's name a pair: log-likelihood, and number of words or bytes."""
+    samples. Under the metric's name, each sample contains a pair of a log-likelihood and a number of words or bytes."""
     pairs: list[Any] = [row.get(metric) for row in rows]
     if not pairs or not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
         return None
@@ -143,8 +143,8 @@ def _error_of_ratio(metric: str, value: float, rows: Sequence[Mapping[str, Any]]
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """A context in which lm-eval shows no progress bars and log messages, and starts no subprocesses, which could not
-    use JAX's threads."""
+    """A context in which lm-eval shows neither progress bars nor log messages, and starts no subprocesses, because
+    forked processes would lack JAX's threads."""
     logger, before = logging.getLogger("lm_eval"), os.environ.get("DISABLE_MULTIPROC")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -185,8 +185,8 @@ def _shown(error: BaseException) -> str:
 
 
 def _answering(method: Callable[..., T]) -> Callable[..., T]:
-    """Wraps a method of `InProcess`. `InProcess.answering` is true while the method runs, and stays true if it raises
-    an exception. `_quietly` does not hide the method's output."""
+    """Wraps a method of `InProcess`. `InProcess.answering` is true while the method runs, and stays true if the method
+    raises an exception. `_quietly` does not hide the method's output."""
 
     @functools.wraps(method)
     def said(self: "InProcess", *args: Any, **named: Any) -> T:
@@ -208,10 +208,10 @@ class InProcess(LM):
     def __init__(self, model: EvaluatedModel):
         super().__init__()
         self._model = model
-        self._rendered: dict[str, Rendered] = {}  # rendered conversations, by text
+        self._rendered: dict[str, Rendered] = {}  # maps the text of each rendered conversation to the conversation
         tokenizer = model.tokenizer
         self._prefix = tokenizer.eos if tokenizer.bos is None else tokenizer.bos
-        self.answering = False  # whether the model runs: an error is then not the task's fault
+        self.answering = False  # whether the model runs; an exception during this time is not the task's fault
         self.streams = sys.stdout, sys.stderr  # the streams that `_quietly` replaces
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
@@ -226,7 +226,8 @@ class InProcess(LM):
 
     @_answering
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Returns the log-likelihood of each (context, continuation), and whether greedy decoding would produce it."""
+        """Returns the log-likelihood of each (context, continuation), and whether greedy decoding would produce the
+        continuation."""
         return self._model.log_likelihoods([self._pair(*request.args) for request in requests])
 
     @_answering
@@ -278,8 +279,9 @@ class InProcess(LM):
         return self._prefix
 
     def _encode(self, text: str, context: str | None = None) -> list[int]:
-        """Returns the tokens of `text`, which begins with `context`, if given. If `context` (without it, `text`) is a
-        rendered conversation, the names of special tokens outside its messages become special tokens."""
+        """Returns the tokens of `text`. If `context` is not None, it is the beginning of `text`. If `context` (or
+        `text`, if `context` is None) is a rendered conversation, the names of special tokens outside its messages
+        become special tokens."""
         rendered = self._rendered.get(text if context is None else context)
         if rendered is None:
             return self._model.encode(text)
@@ -288,7 +290,8 @@ class InProcess(LM):
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         if context in self._rendered:
-            # As with other texts, spaces and line feeds at the end of the context belong to the continuation.
+            # Spaces and line feeds at the end of the context belong to the continuation, as they do for contexts that
+            # are no conversations.
             whole, before = self._encode(context + continuation, context), self._encode(context.rstrip(), context)
             return before, whole[len(before) :]
         if context:
@@ -299,7 +302,7 @@ class InProcess(LM):
 
 
 def _generation(given: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sampling]:
-    """Returns the task's generation_kwargs, completed by lm-eval's defaults, and the sampling settings.
+    """Returns the task's generation_kwargs with lm-eval's defaults for missing settings, and the sampling settings.
 
     Raises:
       UserError: a setting (of transformers' `generate`) is not supported, or a value is invalid.

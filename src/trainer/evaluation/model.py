@@ -52,7 +52,7 @@ def looking(look: Callable[[], None]) -> Iterator[None]:
             yield
         finally:
             ended = True
-    finally:  # even if `look` raises in the inner `finally`
+    finally:  # is executed even if `look` raises an exception in the inner `finally`
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, before)
 
@@ -62,7 +62,7 @@ class Answer(NamedTuple):
 
     Attributes:
       text: the answer, without the stop text.
-      end: what ended the answer: stop (a stop token or a stop text), or length (its limit).
+      end: what ended the answer: "stop" (a stop token or a stop text), or "length" (the maximum number of tokens).
     """
 
     text: str
@@ -94,9 +94,9 @@ class EvaluatedModel:
           params: the result of `engine.hold`.
           tokenizer: None for tasks that need none.
           stop: the tokens that end an answer.
-          interrupted: returns whether to raise Interrupted, with the same result in all processes; called after each
-            batch and, in a `watched` context, by a timer.
-          say: receives a line of progress at most every ten seconds.
+          interrupted: a function that returns whether to raise Interrupted, with the same result in all processes. It
+            is called after each batch and, in a `watched` context, by a timer.
+          say: a function that is called with a progress message at most every ten seconds.
           images: the image tokens of a multimodal model, see `About.images` in `trainer.leaves.about`.
         """
         self._say, self._said, self._images = say, time.monotonic(), images
@@ -107,7 +107,7 @@ class EvaluatedModel:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer. It is missing only if all tasks are text tasks, which do not use it."""
+        """The tokenizer, which can be missing only if all tasks are text tasks. Text tasks do not use this property."""
         assert self._tokenizer is not None
         return self._tokenizer
 
@@ -116,7 +116,8 @@ class EvaluatedModel:
         return [*self.tokenizer.before_text, *self.tokenizer.encode(text)]
 
     def prompt(self, text: str) -> list[int]:
-        """Returns the tokens of a prompt; with use_chat_template=true, as the user's message in a conversation."""
+        """Returns the tokens of a prompt. With use_chat_template=true, the prompt becomes the user's message in a
+        conversation."""
         return self.chat.tokens(text) if self.chat else self.encode(text)
 
     def pair(self, context: str, continuation: str, *, chat: bool = True) -> tuple[list[int], list[int]]:
@@ -145,7 +146,7 @@ class EvaluatedModel:
         self.check_goes_on()
 
     def check_goes_on(self) -> None:
-        """Checks whether to continue. All processes must call it together.
+        """Checks whether to continue. All processes must call this method together.
 
         Raises:
           Interrupted: the run ends.
@@ -158,8 +159,8 @@ class EvaluatedModel:
 
     @contextlib.contextmanager
     def watched(self, busy: Callable[[], bool]) -> Iterator[None]:
-        """A context for code that does not call `check_goes_on`: a timer calls it (see `looking`), unless `busy()`
-        returns True. With several processes, the timer does not run."""
+        """A context for code that does not call `check_goes_on`: a timer calls `check_goes_on` (see `looking`) unless
+        `busy()` returns True. With several processes, the timer does not run."""
         if jax.process_count() > 1:
             yield
             return
@@ -244,7 +245,8 @@ class EvaluatedModel:
         self._check_no_images(prompts)
         scheduler = Scheduler(self._engine, self._params, fill=True)
         writers: dict[int, _Writer] = {}
-        # In the order of their lengths, so that prompts that need the same compiled program follow each other.
+        # Prompts are submitted in descending order of length, so that prompts that need the same compiled program
+        # follow each other.
         for i in sorted(range(len(prompts)), key=lambda i: -len(prompts[i])):
             number = scheduler.submit(prompts[i], limit=limits[i], stop=self._stop, sampling=sampling, seed=i)
             writers[number] = _Writer(i, self.tokenizer, prompts[i], until[i])
@@ -273,7 +275,8 @@ class _Writer:
         self._stream, self._text, self._tokens, self._end = TextStream(tokenizer, prompt), "", list[int](), LENGTH
 
     def add(self, token: int | None, end: str | None) -> bool:
-        """Adds a token, if not None. `end`: why generation ended, or None. Returns whether the answer is complete."""
+        """Adds `token` unless it is None. `end`: why generation ended; None if it continues. Returns whether the answer
+        is complete."""
         if token is not None:
             self._tokens.append(token)
             self._text += self._stream.add(token)

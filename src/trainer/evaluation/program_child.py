@@ -28,8 +28,8 @@ def _isolate(hidden: str, megabytes: int) -> None:
         if result:
             raise OSError(ctypes.get_errno(), "the kernel does not permit it")
 
-    # RLIMIT_NPROC does not limit root, so pid_max limits the number of processes. Before Linux 6.14, pid_max applies to
-    # the whole machine, so it is not changed.
+    # RLIMIT_NPROC does not limit root, so pid_max limits the number of processes here. Linux before 6.14 has only one
+    # pid_max for the whole machine, so it is not changed there.
     if tuple(map(int, os.uname().release.split("-")[0].split(".")[:2])) >= (6, 14):
         with open(_MOST_PROCESSES, "w") as file:
             file.write("400")
@@ -42,10 +42,10 @@ def _isolate(hidden: str, megabytes: int) -> None:
 
 def main() -> None:
     """Loads the program in the first line of standard input, and calls its function with the arguments in each further
-    line. Replies to each line on standard output (a socket) with the `repr` of the result, or ! and the name of an
-    exception."""
+    line. Replies to each line on standard output (a socket): with the `repr` of the result or, if an exception is
+    raised, with ! and the exception's name."""
     given = json.loads(sys.argv[1])
-    os.setsid()  # kill(0, ...) would reach even hidden processes in the old process group
+    os.setsid()  # otherwise, kill(0, ...) would reach the old process group, even its hidden processes
     calls, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     null = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):

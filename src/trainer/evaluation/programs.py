@@ -33,7 +33,7 @@ _LARGEST = 1 << 20  # the maximum size of a value, in bytes
 _NAMESPACES = ["--user", "--map-root-user", "--net", "--ipc", "--mount", "--pid", "--fork", "--kill-child"]
 
 
-class _Failed(BaseException):  # not an Exception, so that tests do not catch it
+class _Failed(BaseException):  # no subclass of Exception, so that tests do not catch it
     """A program did not return a value. The argument is the reason."""
 
 
@@ -116,7 +116,8 @@ def outcome(prompt: str, completion: str, test: str, name: str, limits: Mapping[
     Args:
       test: source text that defines check(candidate).
       name: the function's name in the program.
-      limits: values for the fields of LIMITS, and `hidden`, the path of a file to hide from the program.
+      limits: a dict with values for the fields of LIMITS, and with the field `hidden`, the path of a file to hide from
+        the program.
     """
     try:
         with (
@@ -124,7 +125,8 @@ def outcome(prompt: str, completion: str, test: str, name: str, limits: Mapping[
             contextlib.closing(_Program(prompt + completion, name, limits, folder)) as program,
         ):
             program.load()
-            # Tests may also call other functions that the prompt defines, so it is executed in this process, too.
+            # Tests may also call other functions that the prompt defines, so the prompt is executed in this process,
+            # too.
             named: dict[str, Any] = {"__name__": "test"}
             exec(compile(f"{prompt}\n    pass\n", "prompt", "exec"), named)
             named[name] = program
@@ -134,7 +136,7 @@ def outcome(prompt: str, completion: str, test: str, name: str, limits: Mapping[
         return str(failed)
     except AssertionError:
         return _FAILED
-    except Exception:  # for example, the test compares a text with a number by <
+    except Exception:  # for example, because the test evaluates `text < number`
         return _RAISES
     return PASSED
 
@@ -146,5 +148,5 @@ def judge(
     entry_point: Sequence[str],
     limits: Sequence[Mapping[str, Any]],
 ) -> float:
-    """Returns the index of the outcome in REASONS. The parameters are a reward function's: lists of one value."""
+    """Returns the index of the outcome in REASONS. Each parameter is a list with one value, as in reward functions."""
     return float(REASONS.index(outcome(question[0], completions[0], test[0], entry_point[0], limits[0])))

@@ -18,8 +18,8 @@ from trainer.runtime.agreement import from_first
 
 _MAX_TOKENS = 256
 _TAKEN = ("prompts", "completions")  # arguments of scoring functions that are not fields of a question
-_PER_WORKER = 4  # answers that each worker scores between two checks whether the run ends
-_PART = 64  # answers that a regular expression searches between two of these checks
+_PER_WORKER = 4  # the number of answers that each worker scores between two checks for the run's end
+_PART = 64  # the number of answers that a regular expression searches between two checks for the run's end
 Say = Callable[[str], None]
 
 
@@ -41,8 +41,8 @@ class QuestionsTask:
         """`limit`: the maximum number of questions; -1: all.
 
         Raises:
-          UserError: a field of the questions has the name of another argument of the function, or the function does not
-            exist.
+          UserError: a field of the questions has the name `prompts` or `completions`, which the scoring function uses
+            for other arguments, or the function does not exist.
         """
         self.name, self._settings, self._say = spec.name, dict(spec.settings), say
         self._where, self._config = (
@@ -122,8 +122,8 @@ class QuestionsTask:
     def _judged(
         self, prompts: Sequence[str], answers: Sequence[Answer], model: EvaluatedModel
     ) -> tuple[str, list[float], Sequence[str | None]]:
-        """Returns the metric's name, its value for each answer, and for each answer the text that the regular
-        expression found; None if it found none or the task has no regular expression."""
+        """Returns the metric's name, a list of its values for the answers, and for each answer the text that the
+        regular expression found (None if it found none, or if the task has no regular expression)."""
         if self._settings.get("score", "exact") == "function":
             judged = list(self._by_function(prompts, answers, model))
             if late := sum(one.timed_out for one in judged):

@@ -90,8 +90,8 @@ def _cells(score: Score) -> tuple[str, ...]:
 
 
 def _aligned(rows: Sequence[Sequence[str]], words: int) -> list[str]:
-    """Returns `rows` as lines of aligned columns. The first columns (`words` is their number) are left-aligned, the
-    others right-aligned."""
+    """Returns `rows` as lines of aligned columns. The first `words` columns are left-aligned, the others
+    right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
 
     def line(row: Sequence[str]) -> str:

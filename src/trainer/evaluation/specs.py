@@ -31,7 +31,7 @@ _SCORES = ("exact", "pattern", "function")
 _DOCUMENTS: tuple[str, ...] = ("dataset_type", "dataset_path", "dataset_name", "train_split", "grain_train_files")
 _DOCUMENTS += ("grain_train_mixture_config_path", "hf_path", "hf_name", "hf_data_dir", "hf_train_files")
 _NAME = re.compile(r"[\w.+-]+")
-# Fields of tasks in which the model writes answers.
+# Fields that belong to tasks in which the model writes answers.
 _ASKED = {"kind": Field(str), "prompt": Field(str), "max_tokens": Field(int, low=1), "until": Field(list, item=str)}
 _FIELDS: dict[str, dict[str, Field]] = {
     TEXT: {
@@ -88,12 +88,13 @@ class Spec(NamedTuple):
 
     @property
     def data(self) -> dict[str, Any]:
-        """The settings that are keys of base.yml."""
+        """The entries of `settings` whose names are keys of base.yml."""
         return {name: value for name, value in self.settings.items() if name not in _FIELDS[self.kind]}
 
     @property
     def documents(self) -> bool:
-        """Whether the task specifies documents to use instead of the run's documents. Only text tasks can."""
+        """Whether the task specifies documents to use instead of the run's documents. Only text tasks can specify
+        documents."""
         return any(name in self.settings for name in _DOCUMENTS)
 
     @property
@@ -329,7 +330,8 @@ def _questions(path: Path, columns: Sequence[str], score: str) -> list[tuple[int
 
 
 def _problem(row: Any, columns: Sequence[str], score: str) -> str | None:
-    """Returns a message about a mistake in the question `row`, or None. `columns`: the fields in the prompt."""
+    """Returns a message about a mistake in the question `row`; None if there is no mistake. `columns`: the names of the
+    fields in the prompt."""
     if not isinstance(row, dict):
         return "not a JSON object"
     if missing := [column for column in columns if column not in row]:

@@ -23,8 +23,8 @@ from trainer.evaluation.model import EvaluatedModel
 from trainer.evaluation.scores import Result, Score, ratio
 from trainer.evaluation.specs import LLAMA_CPP, TEXT, TRANSFORMERS, Spec
 
-_ROWS = 64  # rows of token ids to read at once
-_AT_ONCE = 4096  # windows in memory at once
+_ROWS = 64  # the number of rows of token ids to read at once
+_AT_ONCE = 4096  # the number of windows in memory at once
 # Keys that specify held-out documents.
 _HELD_OUT = ("eval_dataset_name", "eval_split", "grain_eval_files", "hf_eval_split", "hf_eval_files")
 Say = Callable[[str], None]
@@ -71,7 +71,7 @@ class TextTask:
         """Opens the data.
 
         Args:
-          config: the model's configuration. The task may override the data keys in it.
+          config: the model's configuration, whose data keys the task may override.
           limit: the maximum number of documents; -1: all.
 
         Raises:
@@ -153,7 +153,7 @@ class TextTask:
 
 def _with_data(config: Config, spec: Spec) -> Config:
     """Returns `config` with the task's data keys. If the task specifies documents, the keys for held-out documents that
-    it does not set get their defaults, because their values in `config` are for other data.
+    the task does not set get their defaults, because the values of these keys in `config` belong to other data.
 
     Raises:
       UserError: the data keys contradict each other.
@@ -177,8 +177,8 @@ def _with_data(config: Config, spec: Spec) -> Config:
 
 def _documents(config: Config, tokenizer: Tokenizer | None, say: Say, *, all_allowed: bool) -> Iterator[Document]:
     """Yields the held-out documents of the data; if none are held out and `all_allowed` is true, all documents. The
-    documents have a begin token but no end token. For files of token ids and synthetic data, yields the segments of the
-    held-out rows, unchanged."""
+    documents have a begin token but no end token. For files of token ids and for synthetic data, yields the segments of
+    the held-out rows, unchanged."""
     if config.dataset_type == "synthetic" or token_files(config):
         rows = open_dataset(Config({**config, "eval_interval": 1}), say).evaluation
         assert rows is not None, "open_dataset raises UserError"

@@ -1,7 +1,7 @@
 """Serves several adapters with one base model: concatenates their ranks into a single adapter.
 
-The product with an adapter is a sum over its ranks. So each row of a batch can use one adapter: the field `ranks` of
-`trainer.products.context.Context` selects the ranks of that adapter.
+The product with an adapter is a sum over its ranks. Each row of a batch can therefore use a different adapter: the
+field `ranks` of `trainer.products.context.Context` selects the ranks of that adapter.
 """
 
 import math
@@ -25,12 +25,14 @@ from trainer.weights.open import weight_shapes
 def with_adapters(
     config: Config, adapters: Sequence[Adapters], *, apart: bool = False
 ) -> tuple[Any, np.ndarray | None]:
-    """Returns the configuration of a model with the ranks of all `adapters`, and the mask of each adapter's ranks for
-    `Served.ranks` in `trainer.inference.served`. The mask is None if rows do not select adapters.
+    """Returns the configuration of a model with the ranks of all `adapters`, and a mask for `Served.ranks` in
+    `trainer.inference.served`: bool [adapters + 1, ranks], true for the ranks of each adapter, where index 0 stands for
+    no adapter. The mask is None if rows do not select adapters.
 
     Args:
       config: the base's resolved configuration.
-      apart: whether rows select an adapter, or none, even if there is only one adapter.
+      apart: whether each row selects an adapter or none, even if there is only one adapter. With several adapters, rows
+        always do.
 
     Raises:
       UserError: rows cannot use different adapters in the same products, or batch_invariant does not allow them.
@@ -65,7 +67,7 @@ def with_adapters(
 
 
 def _check_bits(config: Config, adapters: Sequence[Adapters], keys: Sequence[Mapping[str, Any]], apart: bool) -> None:
-    """Raises UserError if products with the adapters would not be bitwise equal to training's."""
+    """Raises UserError if products with the adapters would not be bitwise equal to the same products in training."""
     if len(adapters) > 1 and config.dtype != "bfloat16":
         raise UserError(
             f"batch_invariant=true: with dtype={config.dtype}, bits depend on the ranks of all adapters "
@@ -79,8 +81,8 @@ def _check_bits(config: Config, adapters: Sequence[Adapters], keys: Sequence[Map
                 "bitwise equality is not verified for it"
             )
         scale = each["lora_alpha"] / each["lora_rank"]
-        # Training multiplies the product of x and a by the scale, but `loaded` multiplies b by it. The results are
-        # bitwise equal only if the scale is a power of two.
+        # Training multiplies the product of x and a by the scale, but `loaded` multiplies the matrix b by the scale.
+        # The results are bitwise equal only if the scale is a power of two.
         if (apart or len(adapters) > 1) and math.frexp(scale)[0] != 0.5:
             raise UserError(
                 f"batch_invariant=true: {found.path} has lora_alpha / lora_rank = {scale:g}, which is not a "
@@ -89,11 +91,11 @@ def _check_bits(config: Config, adapters: Sequence[Adapters], keys: Sequence[Map
 
 
 def loaded(config: Config, adapters: Sequence[Adapters], weights: dict[str, Any]) -> dict[str, Any]:
-    """Returns `weights` with the values of all `adapters`.
+    """Returns `weights` with the adapters' matrices replaced by the values of all `adapters`.
 
     Args:
       config: from `with_adapters`.
-      weights: the weights of a model of `config` on its devices, by canonical name.
+      weights: a dict from canonical names to the weights of a model of `config` on its devices.
 
     Raises:
       UserError: a run with adapters also trained other parameters, or the adapters are for another base.

@@ -11,7 +11,7 @@ from trainer.config.errors import UserError
 from trainer.ops.losses import cross_entropy
 
 LIKELIEST = 20  # the number of most likely tokens to return with log-probabilities
-_TILE = 64  # the number of a row's tokens whose logits are in memory at once
+_TILE = 64  # for how many tokens of a row the logits are in memory at once
 
 
 class Asked(NamedTuple):
@@ -21,9 +21,10 @@ class Asked(NamedTuple):
       presence: subtracted from the logit of each token that was already generated.
       frequency: subtracted from a token's logit once for each time that the token was generated.
       repetition: divides the positive logits of prompt tokens and generated tokens, and multiplies the negative ones.
-      bias: by token id, added to the token's logit.
+      bias: a dict from token ids to the values that are added to the tokens' logits.
       log_probs: whether events include log-probabilities, at temperature 1 and without the options above.
-      prompt_log_probs: whether the first event includes the log-probabilities of the prompt. Disables cached prefixes.
+      prompt_log_probs: whether the first event includes the log-probabilities of the prompt. If true, no cached prefix
+        is used.
     """
 
     presence: float = 0.0
@@ -43,7 +44,7 @@ class Controls(NamedTuple):
     Attributes:
       active: bool; whether logits are changed before a token is drawn.
       scored: bool; whether log-probabilities are returned.
-      prompt: bool [b, v]; which tokens are in the prompt.
+      prompt: bool [b, v]; which tokens are in the prompt; set only if `repetition` is not 1.
       counts: int32 [b, v]; how often each token was generated.
     """
 
@@ -119,13 +120,14 @@ def adjusted(logits_bv: jax.Array, it: Controls, used_b: jax.Array) -> jax.Array
 
 
 def counted(it: Controls, drawn_b: jax.Array, used_b: jax.Array) -> Controls:
-    """Returns `it` after adding the drawn tokens `drawn_b` to `counts`, for the sequences in use (`used_b`)."""
+    """Returns the controls `it` with new `counts`, which include the drawn tokens `drawn_b` of the sequences in use
+    (`used_b`)."""
     rows = jnp.arange(len(drawn_b))
     return it._replace(counts=it.counts.at[rows, drawn_b].add(used_b.astype(jnp.int32)))
 
 
 def scores(logits_ntv: jax.Array, targets_nt: jax.Array) -> Scores:
-    """Returns the scores of the targets. Their arrays have the leading axes [n, t] instead of [n]."""
+    """Returns the `Scores` of the targets; its arrays have the leading axes [n, t] instead of [n]."""
     nll, log_z = cross_entropy(logits_ntv, targets_nt)
     top, tokens = jax.lax.top_k(logits_ntv.astype(jnp.float32), min(LIKELIEST, logits_ntv.shape[-1]))
     return Scores(-nll, tokens, top - log_z[..., None])

@@ -84,8 +84,8 @@ class Engine:
         return np.pad(tokens, (0, size - tokens.size))
 
     def controls(self, asked: Asked, tokens: np.ndarray) -> Controls | None:
-        """Returns a request's options `asked` as the argument `controls` of `prefill`; None without `Served.controls`.
-        `tokens`: the request's prompt."""
+        """Converts a request's options `asked` to the argument `controls` of `prefill`. Returns None if
+        `Served.controls` is false. `tokens`: the request's prompt."""
         if not self.served.controls:
             return None
         made = controls(asked, tokens, self.config.vocab_size) if asked != NOTHING else None
@@ -97,7 +97,7 @@ class Engine:
 
     @property
     def _in_parts(self) -> bool:
-        """Whether further parts of a prompt may follow a prefill."""
+        """Whether a prefill may process only a part of a prompt, with further parts to follow."""
         return self.use_chunked_prefill or self.config.enable_prefix_caching
 
     @functools.cached_property
@@ -115,7 +115,7 @@ class Engine:
         return self.rows.packed(prompts)
 
     def hold(self, params: Any, rest: Any, *, donate: bool = False) -> Any:
-        """Returns canonical variables as the argument `params` of the other methods; see `weights.to_weights`."""
+        """Converts canonical variables to the argument `params` of the other methods; see `to_weights`."""
         return to_weights((params, rest), self.served, donate)
 
     def init_decode_state(self) -> DecodeState:
@@ -148,8 +148,8 @@ class Engine:
           num_samples: the number of sequences that continue the prompt, each with different random numbers.
           sampling, seed: see `Sampling` and `sampling_key` in `trainer.inference.sampling`; default: the keys
             decode_sampling_*.
-          room: the number of positions in the cache, also for further parts of the prompt; default: max_prefill_length
-            with use_chunked_prefill or enable_prefix_caching, otherwise t.
+          room: the number of positions in the cache, including positions for further parts of the prompt; default:
+            max_prefill_length with use_chunked_prefill or enable_prefix_caching, otherwise t.
           adapter: the adapter of the sequences, counted from 1; 0: none. Requires an engine with several adapters.
           sample: the number of the first sequence; sequences with equal seeds and different numbers draw different
             tokens.
@@ -187,8 +187,8 @@ class Engine:
     def prefill_multisampling(
         self, params: Any, padded_tokens: jax.Array | np.ndarray, true_length: int, num_samples: int, **how: Any
     ) -> tuple[Prefix, Result]:
-        """Runs `prefill` for `num_samples` sequences. They get the same tokens as separate requests with the same
-        random keys."""
+        """Runs `prefill` for `num_samples` sequences. The sequences get the same tokens as separate requests with the
+        same random keys."""
         return self.prefill(params, padded_tokens, true_length, num_samples=num_samples, **how)
 
     def prefill_concat(
@@ -210,13 +210,13 @@ class Engine:
         Args:
           padded_tokens, decoder_positions, decoder_segment_ids, start_pos, true_lengths, num_prompts: the fields of
             `Packed`, passed as `*packed(prompts)`.
-          sampling: for all prompts, or arrays with an entry for each.
-          seeds: one for each prompt, as in `prefill`; default: decode_sampling_seed for all.
-          adapters: one for each prompt, as in `prefill`; default: none.
+          sampling: the settings for all prompts; its fields may be arrays with an entry for each prompt.
+          seeds: the seed of each prompt, as in `prefill`; default: decode_sampling_seed for all prompts.
+          adapters: the adapter of each prompt, as in `prefill`; default: no adapter.
 
         Raises:
-          ValueError: a block does not keep separate states for the prompts of a row, or with batch_invariant, a prompt
-            does not begin at a multiple of TILE.
+          ValueError: a block does not keep separate states for the prompts of a row; or batch_invariant is true, and a
+            prompt does not begin at a multiple of TILE.
         """
         if not self._packs_rows:
             raise ValueError("a block does not keep separate states for the prompts of a row; prefill each prompt")
@@ -295,7 +295,8 @@ class Engine:
         return self.served.mesh
 
     def parts(self) -> dict[str, Any]:
-        """Returns the arguments of `generate` by name, as ShapeDtypeStructs with shardings, for `aot.report`."""
+        """Returns a dict from the names of the arguments of `generate` to ShapeDtypeStructs with shardings, for
+        `aot.report`."""
         shapes = jax.eval_shape(self._programs.empty)
         state = jax.tree.map(
             lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), shapes, self.state_shardings

@@ -44,7 +44,7 @@ class MaxEngine(Engine):
           sequences: the number of sequences to generate at once. If it is below the default number of slots, the engine
             has only as many slots as these sequences need.
           adapters: adapters for the parameters of load_parameters_path, or paths of adapters (`weights.open_adapters`).
-            With several, each sequence selects one or none (`Engine.prefill`).
+            If there are several, each sequence selects one or none (`Engine.prefill`).
           controls: whether each sequence has separate options (`inference.controls.Asked`). If so, each sequence
             selects its adapter even if there is only one adapter.
 
@@ -57,11 +57,11 @@ class MaxEngine(Engine):
 
     @classmethod
     def of(cls, path: str, words: Sequence[str] = (), **how: Any) -> "MaxEngine":
-        """Returns the engine for the checkpoint at `path`: a run, a Hugging Face directory, or the output of
+        """Returns an engine for the checkpoint at `path`, which is a run, a Hugging Face directory, or the output of
         trainer.export. The model's keys come from the checkpoint.
 
         Args:
-          words: further keys, KEY=VALUE as on a command line.
+          words: further keys, as KEY=VALUE arguments of a command line.
           how: further arguments of the constructor.
 
         Raises:
@@ -112,8 +112,11 @@ class MaxEngine(Engine):
         return self.hold(*parted(params, variables[1]), donate=donate)
 
     def _check_bits(self, path: str) -> None:
-        """With batch_invariant, raises UserError if results would not have the same bits as in training: the checkpoint
-        has adapters, which loading would merge into the base, or dtype or scan_layers differ from training."""
+        """With batch_invariant, raises UserError if results would not have the same bits as in training.
+
+        There are two such cases: the checkpoint has adapters, which loading would merge into the base; or dtype or
+        scan_layers differs from the training run.
+        """
         if not self.config.batch_invariant:
             return
         if isinstance(open_source(path, self.config.decoder_block, verify=False), WithAdapters):
@@ -136,7 +139,7 @@ class MaxEngine(Engine):
         """Returns the tokenizer that tokenizer_path and tokenizer_type specify; by default, the checkpoint's tokenizer.
 
         Raises:
-          UserError: there is no tokenizer, or it has tokens that exceed vocab_size.
+          UserError: there is no tokenizer, or the tokenizer has token ids that are not below vocab_size.
         """
         config = self.config
         path, settings = config.tokenizer_path, {"add_bos": config.add_bos, "add_eos": config.add_eos}

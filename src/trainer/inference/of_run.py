@@ -42,7 +42,7 @@ def engine_of_run(run: Any, slots: int, **own: Any) -> Engine:
 def trained_variables(run: Any) -> Callable[[Any], tuple[Any, Any]]:
     """Returns a function that maps the native train state of `run` to the variables (params, rest) for evaluation.
 
-    With `ema_decay`, params are the averages. The layers are not divided into pipeline stages.
+    With `ema_decay`, params are the averages. The layers of the result are not divided into pipeline stages.
     """
 
     def variables(state: Any) -> tuple[Any, Any]:

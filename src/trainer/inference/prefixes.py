@@ -18,7 +18,10 @@ def _copied(prefix: Prefix) -> Prefix:
 
 
 class PrefixCache:
-    """Keeps the most recently used prefixes, up to `limit` bytes per process. `places`: see `Engine.places`."""
+    """Keeps the most recently used prefixes, up to `limit` bytes per process.
+
+    `places(cache)` returns the number of positions in each array of `cache` (`Engine.places`).
+    """
 
     def __init__(self, limit: int, places: Callable[[Any], Sequence[int]]):
         self._limit, self._size, self._places = limit, 0, places
@@ -36,9 +39,10 @@ class PrefixCache:
         The prefix is a copy, so it may be donated. The last of `tokens` never counts as shared: it must run through the
         model, because its hidden state determines the next token.
 
-        The prefix may have cache entries after the shared tokens. They are overwritten before any token attends to
-        them. In a ring cache, however, they may have replaced entries of shared tokens, so a prefix longer than the
-        ring is used only if all its tokens are shared. State without a position axis counts as a ring of length 0.
+        The prefix may have cache entries of tokens after the shared ones. Later writes replace these entries before any
+        token attends to them. In a ring cache, however, these entries may have replaced those of shared tokens, so a
+        prefix longer than the ring is used only if all its tokens are shared. State without a position axis counts as a
+        ring of length 0.
 
         `of`: the adapter and the owner of the request. Only prefixes that were stored with an equal `of` are used.
         """

@@ -32,8 +32,8 @@ from trainer.ops.losses import cross_entropy, tempered
 class Programs:
     """The functions that an `Engine` compiles for the model of `served`. `Engine` documents their arguments.
 
-    The attribute `abstract_weights` describes the argument `params`: it has a ShapeDtypeStruct with a sharding at each
-    leaf.
+    The attribute `abstract_weights` is a tree of ShapeDtypeStructs with shardings, which describes the argument
+    `params`.
     """
 
     def __init__(self, served: Served):
@@ -115,8 +115,8 @@ class Programs:
     def _together(self, x_b: jax.Array, parts: int = 1) -> jax.Array:
         """Returns `x_b` [b, ...] as rows of one token, [b, 1, ...].
 
-        With `batch_invariant`, returns padded rows [parts, t, ...] instead, where t is a multiple of QUERIES: for all
-        multiples, the result of a token has the same bits.
+        With `batch_invariant`, returns padded rows [parts, t, ...] instead, where t is a multiple of QUERIES. The bits
+        of a token's result do not depend on which multiple t is.
         """
         if not self.config.batch_invariant:
             return x_b[:, None]
@@ -178,8 +178,11 @@ class Programs:
     def _begun(
         self, hidden_be: Any, last: Any, requests: Any, sampling: Sampling, adapters: Any, controls: Any, params: Any
     ) -> tuple[Sequences, Result]:
-        """Creates a sequence for each prompt and draws the sequence's first token. `hidden_be` and `last`: the hidden
-        states and the positions of the prompts' last tokens."""
+        """Creates a sequence for each of `requests`, and draws the sequence's first token.
+
+        `hidden_be` and `last`: the hidden state and the position of the last token of each request's prompt, or of the
+        one prompt that all requests share.
+        """
         count, keys = len(requests), request_keys(requests)
         last = jnp.broadcast_to(last, count).astype(jnp.int32)
         zeros = jnp.zeros(count, jnp.int32)
@@ -191,7 +194,7 @@ class Programs:
         params = self._canonical(params)
         index = jnp.arange(tokens.size)[None]
         real = index < true_length
-        positions = jnp.where(real, before + index, 0)  # 0: padding could exceed the learned positions
+        positions = jnp.where(real, before + index, 0)  # 0 for padding: its index could exceed the learned positions
         of_row = None if adapters is None else adapters[:1, None]
         hidden, entries = self._hidden(params, tokens[None], positions, real.astype(jnp.int32), cache, of_row)
         last = before + true_length - 1

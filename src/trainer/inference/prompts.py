@@ -1,4 +1,4 @@
-"""Makes the rows for a prefill: each has one prompt or several prompts, and is padded to one of a few lengths."""
+"""Makes the rows for a prefill. Each row has one prompt or several prompts, and is padded to one of a few lengths."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -33,7 +33,8 @@ class Packed(NamedTuple):
 class Rows:
     """Makes rows from prompts with up to `longest` tokens, whose ids are below `vocab_size`.
 
-    The attribute `buckets` lists the possible lengths of rows: powers of two, and `longest`, rounded up to `multiple`.
+    The attribute `buckets` lists the possible lengths of rows: powers of two, followed by `longest` rounded up to a
+    multiple of `multiple`.
     """
 
     def __init__(self, longest: int, vocab_size: int, multiple: int = 1, multiple_of_starts: int = 1):

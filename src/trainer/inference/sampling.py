@@ -13,8 +13,8 @@ from trainer.config.schema import INT32_MAX
 from trainer.ops.random import SAMPLING, gumbel_at, seed_key
 
 UINT32_MAX = 2**32 - 1
-# With top_k or nucleus_p, `draw` first considers only this many of a row's most likely tokens. It considers all tokens
-# only if these do not contain the top k or the nucleus.
+# With top_k or nucleus_p, `draw` first considers only this many of a row's most likely tokens, the candidates. It
+# considers all tokens only if the candidates do not contain the whole top k or nucleus.
 CANDIDATES = 256
 
 
@@ -110,7 +110,7 @@ def draw(logits_bv: jax.Array, sampling: Sampling, keys_b: jax.Array, position_b
     # Each branch casts the logits itself, so that the other branches do not need memory for the result.
     def from_candidates(keys: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits = logits_bv.astype(jnp.float32)
-        # -0 must be as likely as 0, but jax.lax.top_k orders them, so -0 is replaced.
+        # -0 must be as likely as 0, but jax.lax.top_k ranks 0 above -0, so -0 is replaced by 0.
         ranked, candidates = jax.lax.top_k(jnp.where(logits == 0, 0, logits), min(CANDIDATES, size))
         kept, enough = _kept_of_candidates(ranked, logits, top_k, nucleus_p)
         noise = jax.vmap(gumbel_at)(keys, candidates)
@@ -136,7 +136,8 @@ def draw(logits_bv: jax.Array, sampling: Sampling, keys_b: jax.Array, position_b
     def without_limits() -> jax.Array:
         return jnp.where(drawn, from_all(fold_in(keys_b, position_b), logits_bv.astype(jnp.float32)), greedy)
 
-    # One switch selects the case, so only `from_either` needs a second conditional: a GPU waits for the host at each.
+    # A GPU waits for the host at each conditional, so one switch selects among all three cases. Only `from_either`
+    # contains a second conditional.
     which = jnp.where(drawn.any(), jnp.where((drawn & limited).any(), 2, 1), 0)
     return jax.lax.switch(which, (lambda: greedy, without_limits, from_either))
 
@@ -144,7 +145,7 @@ def draw(logits_bv: jax.Array, sampling: Sampling, keys_b: jax.Array, position_b
 def _first_of_largest(values_bn: jax.Array, tokens: jax.Array) -> jax.Array:
     """Returns the smallest id among the tokens with the row's largest value: int32 [b]. `tokens`: the token ids of the
     values, [n] or [b, n]."""
-    smaller = values_bn < values_bn.max(axis=-1, keepdims=True)  # nothing is smaller than NaN
+    smaller = values_bn < values_bn.max(axis=-1, keepdims=True)  # all false if the row has NaN
     return jnp.where(smaller, INT32_MAX, tokens).min(axis=-1)
 
 
@@ -168,7 +169,7 @@ def _kept_of_candidates(
 
 
 def _kept(logits_bv: jax.Array, top_k_b: jax.Array, nucleus_p_b: jax.Array) -> jax.Array:
-    """Returns whether a token is in both the top k and the nucleus: bool [b, v]."""
+    """Returns, for each token, whether it is in both the top k and the nucleus: bool [b, v]."""
     kept = _leading(logits_bv, jnp.ones_like(logits_bv), jnp.where(top_k_b > 0, top_k_b, jnp.inf))
     probability = jax.nn.softmax(jnp.where(kept, logits_bv, -jnp.inf), axis=-1)
     return kept & _leading(logits_bv, probability, jnp.where(nucleus_p_b < 1, nucleus_p_b, jnp.inf))

@@ -24,8 +24,8 @@ class Event(NamedTuple):
     Attributes:
       request: the number of the request.
       token: the new token; None if a stop token was drawn or the request was cancelled.
-      log_prob: the log-probability of the new token or the stop token. With `Served.controls`, None unless the request
-        asks for log-probabilities; otherwise, None with return_log_prob=false.
+      log_prob: the log-probability of the new token or the stop token. For an engine with `Served.controls`, None
+        unless the request asks for log-probabilities; for any other engine, None with return_log_prob=false.
       end: None while the request continues; STOP (a stop token was drawn), LENGTH (the request's limit, or
         max_target_length, was reached) or CANCELLED.
       stopped: the stop token that was drawn; None if none was.
@@ -81,12 +81,13 @@ class _Step:
 class Scheduler:
     """Runs requests on the slots of `engine`.
 
-    Each turn prefills one prompt (with use_chunked_prefill, one chunk of a prompt) if slots are free for the prompt's
-    requests, and then runs a decode step. So a running request waits for at most one prefill between two decode steps.
+    Each call of `turn` prefills one prompt (with use_chunked_prefill, one chunk of a prompt) if slots are free for the
+    prompt's requests, and then runs a decode step. So a running request waits for at most one prefill between two
+    decode steps.
     The results of a decode step are read after the next step has started, so that devices do not wait for the host.
 
-    If no request is running, the turn has no decode step, and the token of the prefill is read immediately. Thus the
-    first token does not wait for the compilation of decode steps.
+    If no request is running, `turn` runs no decode step after the prefill, and reads the prefill's token immediately.
+    Thus the first token does not wait for the compilation of decode steps.
 
     Any thread may call `submit`. Only one thread at a time may call other methods (see `inference.service.Service`).
 
@@ -96,7 +97,7 @@ class Scheduler:
     """
 
     def __init__(self, engine: Engine, params: Any, *, fill: bool = False):
-        """`fill`: whether each turn prefills prompts for all free slots, which increases the throughput, but delays
+        """`fill`: whether `turn` prefills prompts for all free slots, which increases the throughput, but delays
         running requests."""
         self.engine, self.params, self._fill = engine, params, fill
         self._state = engine.init_decode_state()
@@ -143,7 +144,7 @@ class Scheduler:
         asked: Asked = NOTHING,
         owner: str = "",
     ) -> int:
-        """Adds `samples` requests to the queue. Their numbers are consecutive; returns the first number.
+        """Adds `samples` requests, which have consecutive numbers, to the queue. Returns the first number.
 
         Args:
           tokens: the prompt.
@@ -201,7 +202,8 @@ class Scheduler:
             self._queue.remove(prompt)
 
     def turn(self) -> list[Event]:
-        """Runs one chunk of prefill and one decode step, if there is work. Returns the events in order."""
+        """Runs a prefill (with `fill`, several) and a decode step; see the class's docstring. Returns the events in
+        order."""
         unread, self._unread = self._unread, []
         first = not (self._slots or self._fill)
         while self._can_prefill():
@@ -216,7 +218,7 @@ class Scheduler:
         return [event for step in unread for event in self._read(step)]
 
     def run(self) -> Iterator[Event]:
-        """Runs turns until nothing is left to do. Yields the events."""
+        """Calls `turn` until nothing is left to do. Yields the events."""
         while not self.idle:
             yield from self.turn()
 
@@ -285,7 +287,7 @@ class Scheduler:
         of_prompt = self._read_prompt(step.prompt) if step.prompt else None
         for i, request in step.owners.items():
             if request.ended:
-                continue  # it ended in the previous step
+                continue  # the request has ended, so this token is dropped
             token = int(tokens[i])
             log_prob = None if log_probs is None else float(log_probs[i])
             likeliest = None

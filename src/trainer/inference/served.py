@@ -123,7 +123,7 @@ def serve(
             "prompt; generate "
             "with ici_fsdp_parallelism=1 ici_data_parallelism=-1"
         )
-    parts = row_parts(mesh, rules)  # can be more than in training, where devices may share a row
+    parts = row_parts(mesh, rules)  # can exceed the number in training, where devices may share a row
     slots = round(config.per_device_batch_size * mesh.size)
     slots = math.ceil(min(slots, slots if sequences is None else sequences) / parts) * parts
     ranks = None
@@ -158,6 +158,6 @@ def decoding_loop(config: Config, platform: str) -> bool:
 
 
 def longest_prompt(config: Config) -> int:
-    """Returns the maximum number of tokens of a prompt, such that at least one token can be generated."""
+    """Returns the maximum number of tokens of a prompt. At least one more token can then be generated."""
     longest, given = config.max_target_length - 1, config.max_prefill_predict_length
     return longest if given < 0 else min(longest, given)

@@ -13,11 +13,12 @@ from trainer.inference.scheduler import Event, Scheduler
 
 
 class Service:
-    """Runs `scheduler` in a thread. Any thread may call all methods. Only `stop` waits for a step.
+    """Runs `scheduler` in a separate thread. Any thread may call any method. Only `stop` waits for a running step.
 
     Args:
-      deliver: receives the events of each turn, in the thread of the scheduler.
-      ended: is called in that thread when the thread ends, with the exception that ended it, or None after `stop`.
+      deliver: is called in the scheduler's thread with the events of each `Scheduler.turn`.
+      ended: is called in the scheduler's thread when the thread ends, with the exception that ended the thread, or with
+        None after `stop`.
       say: receives a line for each compiled program.
     """
 
@@ -34,7 +35,8 @@ class Service:
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread. It first compiles the programs for requests (`warm_up`), then delivers an empty list."""
+        """Starts the thread, which first compiles the programs for requests (`warm_up`) and then delivers an empty
+        list."""
         self._thread.start()
 
     def submit(self, tokens: Sequence[int], **how: Any) -> int:
@@ -84,10 +86,10 @@ def warm_up(
     stopping: Callable[[], bool] = lambda: False,
     say: Callable[[str], object] = lambda line: None,
 ) -> bool:
-    """Compiles the programs of an idle scheduler with chunked prefill, by running a request for each program.
+    """Compiles the programs of an idle scheduler that uses chunked prefill, by running a request for each program.
 
-    Returns whether all programs were compiled: it returns False as soon as `stopping()` is true. Reports each program
-    and the time of its request to `say`.
+    Returns True when all programs are compiled, or False as soon as `stopping()` is true. Reports each program and the
+    time of its request to `say`.
     """
     needed = _needed(scheduler.engine)
     for number, (what, prompt, asked) in enumerate(needed, 1):
@@ -103,7 +105,8 @@ def warm_up(
 
 
 def _needed(engine: Engine) -> list[tuple[str, list[int], Asked]]:
-    """Returns, for each program of `engine`, its purpose, and a prompt and options that require it."""
+    """Returns a triple for each program of `engine`: the program's purpose, and a prompt and options of a request that
+    requires the program."""
     chunk, longest = min(engine.prefill_chunk_size, engine.max_prefill_length), engine.max_prefill_length
     sizes, needed = sorted({min(size, chunk) for size in engine.rows.buckets}), []
     for first, size in enumerate(sizes):  # prompts of different sizes begin with different tokens, so share no prefix

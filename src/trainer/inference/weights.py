@@ -22,8 +22,8 @@ from trainer.sharding import LAYERS
 def abstract_weights(served: Served) -> tuple[Any, Any]:
     """Returns a description of the (params, rest) that the programs for `served` take.
 
-    They are canonical variables, with `Layers` in place of stacked arrays unless the loop over layers is rolled. Each
-    leaf is a ShapeDtypeStruct with a sharding.
+    The description has the structure of canonical variables, with `Layers` in place of stacked arrays unless the loop
+    over layers is rolled. Each leaf is a ShapeDtypeStruct with a sharding.
     """
 
     def held(it: jax.ShapeDtypeStruct, names: Sequence[str | None]) -> Any:
@@ -42,7 +42,7 @@ def to_weights(variables: Any, served: Served, donate: bool) -> tuple[Any, Any]:
     Leaves are converted one by one, so at most one leaf exists in both forms. NumPy arrays are split on the host.
 
     Args:
-      variables: (params, rest), JAX arrays on these or other devices, or NumPy arrays.
+      variables: (params, rest), whose leaves are JAX arrays on any devices, or NumPy arrays.
       donate: whether to delete each JAX array immediately after it is split or cast. Arrays that need
         neither may be shared with the result.
     """

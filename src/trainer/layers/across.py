@@ -35,8 +35,8 @@ Arrays = tuple[jax.Array, jax.Array, jax.Array, Mask]  # queries, keys, values, 
 class Across(NamedTuple):
     """How attention runs if rows are split over devices.
 
-    `strategy`: see the module's docstring. `order`: how the tokens of a row are reordered (a strategy of `ops.order`);
-    "": they are not.
+    `strategy`: see the module's docstring. `order`: the strategy of `ops.order` by which the tokens of a row are
+    reordered; "" if they are not reordered.
     """
 
     strategy: str = "all_gather"

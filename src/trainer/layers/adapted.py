@@ -36,7 +36,8 @@ class Adapted(nnx.Module):
         rngs: nnx.Rngs,
         make: MakeProduct = make_plain,
     ):
-        """`dtype`: the dtype of a and b. `make`: makes the products by a and b. These products have no parameters."""
+        """`dtype`: the dtype of a and b. `make`: makes the product with a and the product with b, neither of which may
+        have parameters."""
         groups, first = kernel.names[: bool(kernel.groups)], bool(kernel.groups) + len(kernel.in_shape)
         lead, bound = (kernel.groups,) * len(groups), 1 / math.sqrt(math.prod(kernel.in_shape))
         a = jax.random.uniform(rngs.params(), (*lead, *kernel.in_shape, rank), dtype, -bound, bound)

@@ -40,7 +40,7 @@ OPS = {
 }
 
 QKV = sharding.Axes((*QUERY_ROWS, None, "activation_heads", None))
-GATE = "gate_proj"  # the checkpoint name of the gate's projection, for `Family.projections`
+GATE = "gate_proj"  # the rematerialization name of the gate's projection, for `Family.projections`
 
 
 class Scores(NamedTuple):
@@ -69,7 +69,7 @@ class Scores(NamedTuple):
         context: Context,
         sinks: jax.Array | None = None,
     ) -> jax.Array:
-        """Returns the op's result, with the checkpoint name "context". `sinks`: see `ops.attention`."""
+        """Returns the op's result, with the rematerialization name "context". `sinks`: see `ops.attention`."""
         drop, mask = None, self._chunked(mask)
         if context.key is not None and self.dropout_rate:
             drop = Dropout(context.key, context.rows, self.dropout_rate)
@@ -91,7 +91,7 @@ class Scores(NamedTuple):
             attended = run(*arrays, sinks)
         else:
             attended = attend(*arrays, drop, sinks=sinks)
-        # Kernels and the ring give checkpoint names to their results themselves, together with other residuals.
+        # Kernels and the ring name their results and other residuals themselves, with `checkpoint_name`.
         return attended if kernel or in_blocks else checkpoint_name(attended, "context")
 
     @property
@@ -100,7 +100,7 @@ class Scores(NamedTuple):
         return 0 if self.op == "invariant" else self.window  # in a ring, the order of sums would vary
 
     def over_cache(self) -> "Scores":
-        """Returns these settings for queries that attend to a cache. The op allows keys and queries at different
+        """Returns these settings with an op that supports attention to a cache, where keys and queries have different
         positions."""
         return self if KERNELS[self.op].over_cache else self._replace(op="dot_product")
 
@@ -139,8 +139,8 @@ class Attention(nnx.Module):
       sinks: whether each head has a learned sink (`ops.attention`), initially 0.
       qk_norm_epsilon: epsilon of a norm of each head's queries and keys (Henry et al. 2020, arXiv:2010.04245); None for
         no norm. `qk_norm_offset`: see `RMSNorm`.
-      qk_norm_over_heads: one norm over all heads of a token's queries, and one over all heads of the token's keys
-        (OLMo 2, arXiv:2501.00656), instead of one norm per head.
+      qk_norm_over_heads: whether one norm spans all heads of a token's queries, and another all heads of the token's
+        keys (OLMo 2, arXiv:2501.00656), instead of one norm per head.
       qk_norm_rotated: epsilon of a norm without parameters of each head's queries and keys, after RoPE; None for none.
       gated: whether the result of each head is multiplied by the sigmoid of `gating`, a projection of the input.
       bias: whether all projections have a bias, or the names of the projections with a bias.
@@ -216,8 +216,8 @@ class Attention(nnx.Module):
     def logit_factors(self, eta_h: jax.Array) -> dict[str, jax.Array]:
         """See `layers.clip.Clipped`.
 
-        The factors of a head's query and key multiply to the head's factor. If heads share a key, the key's factor is
-        the square root of the smallest factor of these heads.
+        The product of the factors of a head's query and key is the head's entry of `eta_h`. If heads share a key, the
+        key's factor is the square root of the smallest of the entries of these heads.
 
         Raises:
           UserError: scaling weights does not scale logits, because queries and keys are normalized or a cap applies.
@@ -236,7 +236,8 @@ class Attention(nnx.Module):
         return {"query": (eta_kg / key_k1).reshape(-1, 1), "key": key_k1}
 
     def init_cache(self, rows: int, length: int) -> KVCache:
-        """Returns an empty cache for `rows` rows of up to `length` positions; with a window, a ring of that length."""
+        """Returns an empty cache for `rows` rows of up to `length` positions. With a window, the
+        cache is a ring of at most the window's length (`Scores.ring`)."""
         size = min(length, self.scores.ring) if self.scores.ring else length
         empty = jnp.zeros((rows, size, self.kv_heads, self.head_dim), self.dtype)
         return KVCache(empty, empty)
@@ -267,10 +268,10 @@ class Attention(nnx.Module):
         return norm(x_bthd.reshape(*x_bthd.shape[:2], -1)).reshape(x_bthd.shape)
 
     def __call__(self, x_bte: jax.Array, cache: Cache | None, context: Context) -> tuple[jax.Array, Cache | None]:
-        """Computes causal attention within each segment: [b, t, e]. Also returns the cache with these positions added.
+        """Returns the result of causal attention within each segment, [b, t, e], and the updated cache.
 
         With a cache, each row is one segment, unless `Cache.rows` is given. Keys and values are written to the cache at
-        their positions. If the cache is `filled`, each query attends to all cached positions up to its position.
+        their positions. If the cache is `filled`, each query attends to all cached positions up to its own position.
         """
         position_bt = context.positions
         x_bte = sharding.constrain(x_bte, INPUT)

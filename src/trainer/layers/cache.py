@@ -8,8 +8,8 @@ The entry of position p has index p mod length, so attention with a window can u
 window: a ring buffer.
 
 `models.caches` may choose to store an array in quantized form, as `Scaled`. Blocks are not affected: this module
-quantizes on writes and dequantizes on reads. Tokens attend to the quantized form even of entries from the current call,
-so results do not depend on how a prompt was divided into calls.
+quantizes on writes and dequantizes on reads. Even the entries that are written in the current call are attended to in
+quantized form, so results do not depend on how a prompt was divided into calls.
 """
 
 import dataclasses
@@ -82,8 +82,8 @@ class Cache:
     def write(self, entries: Any, context: Context) -> "Cache":
         """Returns the cache with `entries` [b, t, ...] written to the indices of the tokens of `context`.
 
-        Padding (segment 0) is not written. If a row has more tokens than the cache has positions, only as many
-        of the row's last tokens are written as fit.
+        Padding (segment 0) is not written. If a row has more tokens than the cache has positions, only the row's last
+        tokens are written, as many as fit.
         """
         return self._written(self._held(entries), context)
 
@@ -110,14 +110,15 @@ class Cache:
         return dataclasses.replace(self, entries=jax.tree.map(update, self.entries, held))
 
     def extend(self, entries: Any, context: Context, window: int = 0) -> tuple["Cache", Any, Mask]:
-        """Adds the `entries` [b, t, ...] of the tokens of `context`, a contiguous part of a sequence in each row.
+        """Adds the `entries` [b, t, ...] of the tokens of `context`. In each row, the tokens must be a contiguous part
+        of a sequence.
 
         `window`: the attention's window; 0 for none. The cache must be at least as long as the window or
         the whole sequence.
 
         Returns:
-          The cache; the entries [b, s, ...] that the tokens can attend to; and the mask. If the cache is filled, these
-          entries include earlier positions; otherwise they are the given `entries`.
+          The updated cache; the entries [b, s, ...] that the tokens can attend to; and the mask. The entries in the
+          result include those of earlier positions if the cache is filled; otherwise they are the given `entries`.
         """
         if self.apart:
             entries = jax.tree.map(self.parted, entries)
@@ -143,7 +144,7 @@ class Cache:
         return after, stored, _over_cache(context, last, _length(stored))
 
     def parted(self, x: jax.Array) -> jax.Array:
-        """Returns `x` [b, t, ...] with one row per sequence, [b * apart, 1, ...]; unchanged if `apart` is 0."""
+        """Returns `x` [b, t, ...] as [b * apart, 1, ...], with one row per sequence. If `apart` is 0, returns `x`."""
         return x[:, : self.apart].reshape(-1, 1, *x.shape[2:]) if self.apart else x
 
     def joined(self, x: jax.Array, length: int) -> jax.Array:

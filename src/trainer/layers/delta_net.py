@@ -23,7 +23,7 @@ VALUES = sharding.Axes((*ROWS, "activation_heads", None))
 PER_HEAD = sharding.Axes((*ROWS, "activation_heads"))
 _MEMORY = sharding.Axes(("activation_batch", "activation_heads", None, None))
 _EPSILON = 1e-6  # the epsilon for scaling queries and keys to unit norm, as in the published models
-# The checkpoint names of this layer's matrix products, in addition to the names in `layers.attention`.
+# The rematerialization names of this layer's matrix products, in addition to the names in `layers.attention`.
 PROJECTIONS = (GATE, "decay_proj", "beta_proj")
 
 
@@ -57,8 +57,8 @@ class GatedDeltaNet(nnx.Module):
 
     Queries, keys and values are projections of the input, convolved over the last tokens. Queries and keys are scaled
     to unit norm. Consecutive value heads share the query and key of one key head. The results of each value head are
-    normalized, multiplied by SiLU of a gate, and projected to the width of the input. `ops.delta_rule` explains how
-    beta and decay of each head change the memory. They are computed as follows:
+    normalized, multiplied by SiLU of a gate, and projected to the width of the input. The beta and the decay of each
+    head control how the memory changes (`ops.delta_rule`), and are computed as follows:
 
         beta = sigmoid(beta projection);  decay = -exp(A_log) softplus(decay projection + dt_bias)
 

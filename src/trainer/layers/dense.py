@@ -108,8 +108,8 @@ TABLE = sharding.Axes(("vocab", "embed"))
 class Embed(WithMatrices):
     """The embedding table [vocab, embed]. Initially, looked-up rows are standard normal.
 
-    The table must be an array, because a lookup is not a product and cannot read a quantized container. A tied head
-    (`attend`) converts the table to the storage format of the head's product in each call.
+    The table must be an array, because lookups, unlike products, cannot read a quantized format. A tied head (`attend`)
+    converts the table to the storage format of the head's product in each call.
     """
 
     def __init__(
@@ -137,8 +137,8 @@ class Embed(WithMatrices):
         self.product = product
 
     def __call__(self, id_bt: jax.Array) -> jax.Array:
-        """Returns the rows of the table for `id_bt`, multiplied by `scale` in the rows' dtype: [b, t, e]. Further
-        leading axes are allowed."""
+        """Returns the rows of the table for `id_bt`, multiplied by `scale` in the rows' dtype: [b, t, e]. `id_bt` may
+        have further leading axes."""
         names = (*(None,) * (id_bt.ndim - 2), *RESIDUAL)
         rows = sharding.take(self._table(), id_bt, names, self.dtype, TABLE)
         return rows if self.scale == 1 else rows * jnp.asarray(self.scale, self.dtype)
@@ -147,7 +147,8 @@ class Embed(WithMatrices):
         """Returns logits [b, t, v]: products of `x_bte` with every row of the table."""
 
         def reduce_early(x_bte: jax.Array, table: jax.Array) -> tuple[jax.Array, jax.Array]:
-            # Use the table's stored layout: the gradient of a transpose would cost a step on v5e-4 18 % more bytes.
+            # Use the table's stored layout: with the gradient of the transpose, a step on v5e-4 accesses 18 % more
+            # bytes.
             return sharding.reduce_gradient_early(x_bte, table, TABLE, (TABLE[0], None), ROWS)
 
         def of_transposed(x_bte: jax.Array, transposed_ev: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -63,7 +63,7 @@ class Loop(NamedTuple):
         return [self.first + jnp.arange(i, self.stack.layers, period) for i in range(period)]
 
     def layer(self, call: Callable[..., Any], x: jax.Array, entries: Any, number: jax.Array) -> tuple[Any, Any, Sown]:
-        """Runs one layer. Returns x, the entries of the stack's cache, and the sown values.
+        """Runs one layer. Returns the layer's output, the updated `entries` of the stack's cache, and the sown values.
 
         `call(x, cache, context) -> (x, cache), sown` runs the block of the layer.
         """
@@ -78,7 +78,7 @@ class Loop(NamedTuple):
     def turn(self, layers: Sequence[Callable[..., Any]], carry: tuple[Any, Any], numbers: Any) -> tuple[Any, Sown]:
         """Runs one iteration of the loop: the `layers` in order, each called as `layer(x, entries, number)`.
 
-        The loop carries x and the caches.
+        `carry`: x, and the cache entries of each block of the pattern. Returns the new carry and the sown values.
         """
         x, entries = carry
         after: list[Any] = []
@@ -106,17 +106,17 @@ def run_loop(
 
     Args:
       apply: for each block of the pattern, `apply(*variables, x, cache, context) -> (x, cache), sown` for one layer.
-      variables: the stacked variables, as two lists with one entry per block of the pattern: parameters, and all other
-        variables.
-      x: the first block's input.
+      variables: two lists: the stacked parameters, and all other stacked variables. Each list has one entry per block
+        of the pattern.
+      x: the first layer's input.
       entries: for each block of the pattern, its stacked cache (as `Layers` if `loop.by_layer` and not `scan`) or None.
-      scan: whether to roll the loop or to unroll it.
+      scan: whether to roll the loop; otherwise it is unrolled.
       remat: the policy for what each layer saves for its backward pass (`layers.remat.make_policy`); None: it saves
         everything.
       cast_inside: whether a rolled loop casts its weights inside (`cast_in_loop`).
 
     Returns:
-      The last block's x, the new caches, and the sown values with a leading axis of iterations.
+      The last layer's output, the new caches, and the sown values with a leading axis of iterations.
     """
 
     def bound(block: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ class WithMatrices(nnx.Module):
     """A layer with weight matrices. Initially, each matrix has the plain product."""
 
     def kernels(self) -> dict[str, Kernel]:
-        """Returns the matrices by parameter name."""
+        """Returns a dict from each matrix's parameter name to a description of the matrix."""
         raise NotImplementedError
 
     def use(self, name: str, product: Any) -> None:
@@ -26,7 +26,8 @@ def choose_products(module: M, path: str, rules: Rules, rngs: nnx.Rngs) -> M:
 
     Args:
       path: the canonical name of `module`, such as decoder/layers for a block; "" for a model.
-      rngs: for the parameters of products. They do not change the initial weights of `module`, which already exist.
+      rngs: random numbers for the parameters of products. The initial weights of `module` already exist and do not
+        depend on them.
     """
     for layer, name, kernel in matrices(module, path) if rules else ():
         if make := maker(rules, kernel.name):

@@ -46,9 +46,11 @@ class LatentAttention(nnx.Module):
 
     Parameters, with MaxText's names: query [width, heads, nope + rope], or wq_a [width, q_rank], q_norm and wq_b
     [q_rank, heads, nope + rope]; wkv_a [width, kv_rank + rope], kv_norm, wkv_b [kv_rank, heads, nope + value];
-    out [heads, value, width]. A family with this layer declares the axes of latents (`models.family.Family.axes`):
-    q_lora_up_proj and kv_lora_up_proj are the outputs of the projections to latents, and q_lora and kv_lora are the
-    inputs of the projections from latents.
+    out [heads, value, width].
+
+    A family with this layer declares four logical axes (`models.family.Family.axes`): q_lora_up_proj and
+    kv_lora_up_proj for the outputs of the projections to latents, and q_lora and kv_lora for the inputs of the
+    projections from latents.
     """
 
     def __init__(
@@ -98,9 +100,9 @@ class LatentAttention(nnx.Module):
     def logit_factors(self, eta_h: jax.Array) -> dict[str, jax.Array]:
         """See `layers.clip.Clipped`.
 
-        The unrotated parts of a head's query and key each get the square root of the head's factor. In the rotated
-        part, the query gets the whole factor, because all heads share this part of the key (Kimi K2, arXiv:2507.20534,
-        section 2.1).
+        The unrotated parts of a head's query and key each get the square root of the head's entry of `eta_h`. The
+        rotated part of the query gets the whole entry, because all heads share the rotated part of the key (Kimi K2,
+        arXiv:2507.20534, section 2.1).
 
         Raises:
           UserError: the logits are capped, so scaling weights does not scale them.
@@ -115,7 +117,8 @@ class LatentAttention(nnx.Module):
         return {"wq_b" if self.q_rank else "query": query, "wkv_b": key}
 
     def init_cache(self, rows: int, length: int) -> LatentCache:
-        """Returns an empty cache for `rows` rows of up to `length` positions; with a window, a ring of that length."""
+        """Returns an empty cache for `rows` rows of up to `length` positions. With a window, the
+        cache is a ring of at most the window's length (`Scores.ring`)."""
         dtype, ring = self.wkv_a.dtype, self.scores.ring
         size = min(length, ring) if ring else length
         return LatentCache(*(jnp.zeros((rows, size, width), dtype) for width in (self.kv_rank, self.rope_dim)))
@@ -125,7 +128,7 @@ class LatentAttention(nnx.Module):
         return LatentCache(CACHED, CACHED)  # type: ignore[arg-type]  # axes, not arrays
 
     def __call__(self, x_bte: jax.Array, cache: Cache | None, context: Context) -> tuple[jax.Array, Cache | None]:
-        """Computes causal attention within each segment: [b, t, e]. Also returns the cache with these positions added.
+        """Returns the result of causal attention within each segment, [b, t, e], and the updated cache.
 
         For calls with a cache see `layers.attention.Attention`.
         """
@@ -192,8 +195,9 @@ class LatentAttention(nnx.Module):
             keys, values = self._keys_and_values(*cached, context)
             return scores.attend(jnp.concatenate([query, query_rope], axis=-1), keys, values, mask, context)
         to_key, to_value = jnp.split(kernel, [self.nope_dim], axis=-1)
-        # q (W c) = (q W) c, and the weighted sum of W c is W times the weighted sum of c. So one key head suffices: its
-        # keys are the latents followed by the rotated keys, and its values are the latents.
+        # For a query q, a latent c and a projection W: q (W c) = (q W) c, and the weighted sum of W c is W times the
+        # weighted sum of c. So one key head suffices: its keys are the latents followed by the rotated keys, and its
+        # values are the latents.
         queries = jnp.concatenate([_einsum("bthd,rhd->bthr", query, to_key), query_rope], axis=-1)
         keys, values = jnp.concatenate(cached, axis=-1)[:, :, None], cached.latent[:, :, None]
         return _einsum("bthr,rhd->bthd", scores.attend(queries, keys, values, mask, context), to_value)

@@ -59,7 +59,8 @@ class MLP(nnx.Module):
         rngs: nnx.Rngs,
     ):
         """`bias`: whether all projections have a bias, or the names of the projections with a bias. `norm`: the norm of
-        the input. `combine`: if given, computes the hidden units; `activations` only sets the number of projections."""
+        the input. `combine`: if given, it computes the hidden units, and only the length of `activations` is used, as
+        the number of projections."""
 
         dense = dense_maker(bias, dtype=dtype, weight_dtype=weight_dtype, rngs=rngs)
         self.combine = combine

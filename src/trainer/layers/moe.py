@@ -35,7 +35,8 @@ _PARTS = sharding.Axes(("activation_mlp", *LOGITS))
 
 class MoE(WithMatrices):
     """The weighted sum of the results of each token's chosen experts (Shazeer et al. 2017, arXiv:1701.06538). An expert
-    is a gated MLP: it has one projection per activation, and multiplies the activated results and projects them back.
+    is a gated MLP: it applies each activation to a separate projection of the input, multiplies the results, and
+    projects their product back to the input's width.
 
     The router is computed in float32. The experts' matrices are stacked: wi_0 and wi_1 [experts, width, hidden], wo
     [experts, hidden, width]. They are initialized as in `Dense`.
@@ -50,7 +51,8 @@ class MoE(WithMatrices):
     This layer sows
     - as RouterLoss: `load_balance` and `z`, sums of `ops.routing.load_balance` and `ops.routing.squared_log_z`;
     - as RouterCount: `tokens_per_expert`, int32 [experts]; `tokens`, int32; `entropy`, summed over tokens, in nats;
-      `dropped`, int32, the number of choices that were dropped (`ops.experts.within_capacity`);
+      `dropped`, int32, the number of pairs of a token and a chosen expert that dropped the token
+      (`ops.experts.within_capacity`);
     - as Activation: `expert_logits` and `expert_weights`, [b, t, experts]; experts that are not chosen have weight 0.
 
     RouterLoss and RouterCount exclude padding; Activation includes it.
@@ -180,7 +182,8 @@ class MoE(WithMatrices):
         held: Any,
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """Runs on one device, for the device's rows and share of the hidden units. Returns a partial result with a
-        leading device axis, each token's experts and their weights, and the number of dropped choices per row."""
+        leading device axis, the experts of each token, the weights of these experts, and the number of dropped choices
+        per row."""
         routing = self.score(logits, self.chosen, *bias)
         apply: Apply = functools.partial(experts, held)
         own, rows = sharding.mesh_axes("exp"), sharding.mesh_axes("activation_batch")
@@ -234,7 +237,7 @@ class MoE(WithMatrices):
 
 
 class _Products(nnx.Module):
-    """The products by the experts' matrices, by matrix name."""
+    """The products with the experts' matrices. Each product is an attribute with the name of its matrix."""
 
     def __init__(self, names: Sequence[str]):
         self.names = tuple(names)
@@ -246,7 +249,8 @@ class _Products(nnx.Module):
         return all(getattr(self, name) is grouped_product for name in self.names)
 
     def split(self) -> tuple[list[Any], list[sharding.Axes], Callable[[list[Any]], Any]]:
-        """Returns the products' parameters, their axes, and a function that returns products with given parameters."""
+        """Returns a list of the products' parameters and buffers, a list of their logical axes, and a function that
+        makes products from a list of parameters and buffers."""
         graphdef, *states = nnx.split(self, (nnx.Param, Buffer), ...)
         own = nnx.to_flat_state(states[0])
 

@@ -35,15 +35,16 @@ def param(value: Any, names: Sequence[str | None]) -> nnx.Param:
 
 
 def unnamed(ndim: int, leading: Sequence[str] = ()) -> tuple[str | None, ...]:
-    """Returns default axis names for a parameter without names; only users' blocks have such parameters.
+    """Returns default axis names for a parameter without names. Only blocks of custom families have such parameters.
 
-    `leading`: the names of the parameter's leading axes, which its stack adds (`Stack.axes`).
+    `leading`: the names of the leading axes that the parameter's stack adds (`Stack.axes`).
     """
     return (*leading, *[None] * (ndim - len(leading)))
 
 
 def axes_of(variable: nnx.Variable, leading: Sequence[str], name: str = "a parameter") -> Any:
-    """Returns the logical axes of each array of a parameter. `leading`: see `unnamed`."""
+    """Returns the logical axes of a parameter; for a pytree of arrays, a pytree with the axes of each array. `leading`:
+    see `unnamed`."""
     given, value = variable.get_metadata().get("out_sharding"), variable.get_value()
     ndim = max(part.ndim for part in jax.tree.leaves(value))
     return axes_of_parts(Axes(given or unnamed(ndim, leading)), value, name)

@@ -34,7 +34,8 @@ from trainer.sharding import (
     with_gradient_over,
 )
 
-# The checkpoint name of a stage's weights of one repeat, a slice of all repeats' weights. It is never saved.
+# The rematerialization name of a stage's weights for one repeat, a slice of the weights for all repeats. The slices are
+# never saved for the backward pass.
 WEIGHTS = "pipeline_stage_weights"
 
 BATCH = ("activation_batch", "activation_norm_length", "activation_embed")
@@ -60,11 +61,12 @@ def run_pipeline(
       x: [b, t, e]. M divides b.
       remat_stage: the policy for what a stage saves per iteration for its backward pass; None: it saves everything.
       cast_inside: whether the loop over iterations casts its weights inside (`layers.loop.cast_in_loop`).
-      axes: returns the logical axes of every array in `variables[0]`, the parameters, in their order.
+      axes: a function that returns the logical axes of each array in `variables[0]` (the parameters), as a list in the
+        order of the arrays.
 
     Returns:
-      The last block's x, and the sown values with the leading axes [R, S, L]. Values of microbatches are combined if
-      their type has `combine`, and otherwise concatenated in the order of the rows.
+      The last layer's output, and the sown values with the leading axes [R, S, L]. Values of microbatches are combined
+      if their type has `combine`, and otherwise concatenated in the order of the rows.
     """
     plan = loop.stack.pipeline
     assert plan is not None
@@ -93,7 +95,8 @@ def run_pipeline(
 
 
 def _loop(plan: Pipeline, count: int, fn: Callable[..., Any], carry: Any, first: Any = 0) -> tuple[Any, Any]:
-    """Returns the carry and the results of `count` calls `fn(carry, i)`, with i from `first`."""
+    """Returns the last carry and the stacked results of `count` calls `fn(carry, i) -> carry, result`. The first i is
+    `first`."""
     if plan.scan:
         return jax.lax.scan(fn, carry, first + jnp.arange(count))
     found = []
@@ -222,8 +225,8 @@ def _shifted(x: jax.Array, by: int) -> jax.Array:
             return jnp.roll(part, by, axis=0)
         return jax.lax.ppermute(part, axes, [(s, (s + by) % stages) for s in range(stages)])
 
-    # The gradient of `jnp.roll` of the whole array would be two permutes. `check=False` allows `jax.vmap` over DiLoCo's
-    # islands.
+    # `jnp.roll` is applied per device, because the gradient of `jnp.roll` of the whole array would be two permutes.
+    # `check=False` allows `jax.vmap` over DiLoCo's islands.
     names = Axes((STAGE, *BATCH))
     return shard_mapped(on_stage, (names,), names, check=False)(x)
 

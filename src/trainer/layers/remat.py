@@ -1,4 +1,4 @@
-"""Which named tensors a checkpointed block keeps for its backward pass.
+"""The choice of the named tensors that a checkpointed block keeps for its backward pass.
 
 Layers name tensors with `jax.ad_checkpoint.checkpoint_name`. Every policy keeps a block's input. Of the tensors that a
 policy lists, only those that the backward pass reads are kept. For example, mlpwo takes no memory if it is only added
@@ -36,8 +36,8 @@ OFFLOADED: dict[str, tuple[str, ...]] = {"qkv_proj_offloaded": QKV, "minimal_off
 
 
 def kept(name: str, own: Sequence[str] = ()) -> tuple[str, ...]:
-    """Returns the tensors that a policy keeps on the device: () for the policies none, custom, and those in OFFLOADED.
-    `own`: see `make_policy`."""
+    """Returns the names of the tensors that the policy `name` keeps on the device: () for none, custom, and the keys of
+    OFFLOADED. `own`: see `make_policy`."""
     return () if name in ("none", "custom", *OFFLOADED) else _with(own, KEPT[name])
 
 
@@ -47,7 +47,8 @@ def _with(own: Sequence[str], tensors: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def offloaded(name: str, choices: Mapping[str, str], own: Sequence[str] = ()) -> tuple[str, ...]:
-    """Returns the tensors that are offloaded to pinned host memory. See `make_policy` for the arguments."""
+    """Returns the names of the tensors that the policy `name` offloads to pinned host memory. See `make_policy` for the
+    arguments."""
     if name == "custom":
         return tuple(tensor for tensor, choice in choices.items() if choice == "offload")
     return _with(own, OFFLOADED.get(name, ()))

@@ -1,6 +1,6 @@
 """Sown values: extra results of a layer.
 
-The type of a value determines how the values of microbatches are combined into that of the batch.
+The type of a value determines how the values of microbatches are combined into the value of the batch.
 
 A layer sows with `sow`, which has no effect unless the caller captures the value's type. A stack returns each value
 stacked over its layers, on axis 0.
@@ -21,7 +21,7 @@ _names: set[str] = set()  # names of all sown types
 
 
 class SownValue(nnx.Variable):
-    """The base class of sown types, including users' types.
+    """The base class of sown types, including types that a user defines.
 
     NNX blocks call `sow`; Linen blocks sow into the collection that is named after the type.
 
@@ -79,7 +79,7 @@ class MtpHidden(SownValue):
 
 
 def type_names() -> frozenset[str]:
-    """Returns the names of all sown types, including users' types."""
+    """Returns the names of all sown types, including types that a user defines."""
     return frozenset(_names)
 
 

@@ -70,7 +70,8 @@ class Pattern(nnx.Module):
 def make_stack(stack: Stack, blocks: Sequence[MakeBlock], rngs: nnx.Rngs) -> nnx.Module:
     """Returns one module with all repetitions of the pattern `blocks`. Each block is made by `block(rngs)`.
 
-    The parameters have the leading axes of `stack`. Their values do not depend on the division into pipeline stages.
+    The parameters have the leading axes of `stack`. The initial values do not depend on the division into pipeline
+    stages.
     """
 
     def make(rngs: nnx.Rngs) -> nnx.Module:

@@ -24,7 +24,8 @@ IMAGES = (
     *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
 )
 _, _END, _ = TOKENS
-_OF_TOKENIZER = ("_id", "_ids", "_token_index", "suppress_tokens", "tokenizer_class")  # suffixes of field names
+# Suffixes of the names of fields that depend on the tokenizer.
+_OF_TOKENIZER = ("_id", "_ids", "_token_index", "suppress_tokens", "tokenizer_class")
 
 
 class About(NamedTuple):
@@ -33,8 +34,8 @@ class About(NamedTuple):
     Attributes:
       fields: the fields of config.json that do not affect the model's results (`config_fields.NEUTRAL`).
       generation: the contents of generation_config.json; None if the model has no such file.
-      changed: the former value of each item that training changed, by the item's name. The value of a changed chat
-        template is None.
+      changed: a dict from the name of each item that training changed to the item's former value. For a changed chat
+        template, the former value is None.
     """
 
     fields: Mapping[str, Any] = {}
@@ -49,7 +50,7 @@ class About(NamedTuple):
 
     @property
     def images(self) -> dict[int, str]:
-        """The image tokens of a multimodal model, each with the name of its field."""
+        """A dict from each image token of a multimodal model to the name of the token's field in config.json."""
         return {self.fields[name]: name for name in IMAGES if self.fields.get(name) is not None}
 
     @property
@@ -108,7 +109,7 @@ class About(NamedTuple):
         return visible(f"changed by training: {', '.join(listed)}") if listed else ""
 
     def files(self) -> dict[str, bytes]:
-        """Returns the contents of the files to store next to a tokenizer, by file name."""
+        """Returns a dict from the name of each file to store next to a tokenizer to the file's contents."""
         fields = {**self.fields, **({CHANGED: dict(self.changed)} if self.changed else {})}
         found = {FIELDS: fields or None, GENERATION: self.generation}
         return {name: (json.dumps(data, indent=2) + "\n").encode() for name, data in found.items() if data is not None}

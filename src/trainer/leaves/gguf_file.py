@@ -20,7 +20,7 @@ from trainer.config.words import visible
 
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)  # version 1, with its four-byte counts, is not supported
 _ALIGNMENT, _DEFAULT_ALIGNMENT = "general.alignment", 32
-# The numbers of value types, with their format codes in Python's struct and NumPy.
+# Maps the number of each numeric value type to the type's format code in Python's struct and NumPy.
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _WORDS = {int: "an integer", float: "a number", str: "text", bool: "true or false", list: "a list of texts"}
@@ -45,8 +45,8 @@ class GgufHeader(NamedTuple):
 
     Attributes:
       path: the file.
-      values: the metadata by key; a value is a bool, int, float, str, NumPy array of numbers, or list of str.
-      tensors: the tensors by name.
+      values: the metadata, a dict whose values are a bool, int, float, str, NumPy array of numbers, or list of str.
+      tensors: a dict from tensor names to descriptions of the tensors.
       size: the file size in bytes.
     """
 
@@ -79,7 +79,7 @@ def read_gguf(path: Path) -> GgufHeader:
     Raises:
       UserError: the file is not a readable GGUF file, or is damaged.
     """
-    if not path.is_file():  # a pipe would wait forever
+    if not path.is_file():  # opening a pipe would wait forever
         raise UserError(f"{path}: there is no such file")
     try:
         with path.open("rb") as file:

@@ -26,7 +26,8 @@ ITEMS = "items"  # the name of the tree in a MaxText checkpoint
 
 
 def headers(path: Path) -> dict[str, Any]:
-    """Returns the shape and dtype of every leaf of an Orbax tree, by the leaf's slash-separated path.
+    """Returns a dict from the slash-separated path of each leaf of an Orbax tree to an object with the leaf's shape and
+    dtype.
 
     Raises:
       UserError: the tree is damaged, or parts of it are missing.
@@ -71,10 +72,11 @@ def _address(path: Path) -> dict[str, Any]:
 
 
 def readers(path: Path) -> dict[str, Callable[[], np.ndarray]]:
-    """Returns, for every leaf of an Orbax tree, a function that reads it onto the host. Names are as in `headers`.
+    """Returns a dict from the path of each leaf of an Orbax tree (as in `headers`) to a function that reads the leaf
+    onto the host.
 
     Raises:
-      UserError: the tree is damaged. The returned functions can raise it too.
+      UserError: the tree is damaged. The returned functions can raise this error, too.
     """
     from orbax.checkpoint import v1 as ocp
 
@@ -121,7 +123,7 @@ def _load(path: Path, name: str, abstract: Any) -> Any:
 
 @contextlib.contextmanager
 def writer(path: Path, custom: Mapping[str, Any] | None = None) -> Iterator[Callable[[Mapping[str, np.ndarray]], None]]:
-    """Creates a checkpoint at `path`. The yielded function adds leaves to its tree `state`.
+    """Creates a checkpoint at `path`. The yielded function adds leaves to the checkpoint's tree `state`.
 
     The function's argument maps slash-separated paths to leaves. Leaves are buffered until they total _TOGETHER bytes,
     because each write takes longer the more leaves the checkpoint already has.
@@ -197,7 +199,8 @@ def _silence_answers() -> None:
 
 
 def gone(folder: Any) -> UserError | None:
-    """Returns the error for a checkpoint, or a part of one, that was removed while it was read; None if it exists."""
+    """Returns the error for a checkpoint, or a part of one, that was removed while it was read; None if `folder`
+    exists."""
     if folder.exists():
         return None
     return UserError(

@@ -50,7 +50,7 @@ class Leaf:
     parts: Sequence[Callable[[], np.ndarray]]
     puts: Sequence[Callable[[jax.ShapeDtypeStruct], jax.Array]] = ()
     mixed: tuple[str, ...] = ()  # the names of the dtypes, if layers are stored in several
-    buffer: bool = False  # whether it is state without gradient, which no export casts
+    buffer: bool = False  # whether the leaf is state without gradient, which no export casts
 
     @property
     def size(self) -> int:
@@ -93,7 +93,8 @@ def within(box: Box, outer: Box) -> Box:
 
 
 def put_slices(read: Callable[[Box], np.ndarray], abstract: jax.ShapeDtypeStruct) -> jax.Array:
-    """Returns an array on devices. `read` is called once for each distinct slice that this host's devices need."""
+    """Returns the array that `abstract` describes, on devices. `read` is called once for each distinct slice that this
+    host's devices need."""
     shape, sharding = abstract.shape, abstract.sharding
     devices: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
@@ -161,7 +162,7 @@ def check_tensors(
 ) -> None:
     """Checks the tensors of a checkpoint against the `wanted` shapes and the allowed `dtypes`.
 
-    `found` has the shape and dtype of each tensor.
+    `found`: a dict from each tensor's name to the tensor's shape and dtype.
 
     Raises:
       UserError: lists all differences, one per line.
@@ -219,7 +220,7 @@ def progress(leaves: Iterable[Leaf], label: str, say: Callable[[str], Any] = pri
 
 
 def names_of(tree: Any) -> dict[str, Any]:
-    """Returns the leaves of a nested dict by canonical name, in the dict's order.
+    """Returns a flat dict from canonical names to the leaves of the nested dict `tree`, in the order of `tree`.
 
     If a value is itself a pytree, each of its leaves has an entry.
     """

@@ -25,7 +25,7 @@ from trainer.sharding import off_mesh
 
 
 class LinenStackDecoder(Decoder):
-    """An NNX decoder whose blocks run under `linen.scan`. It stores the blocks' variables as nested `nnx.Variable`s."""
+    """An NNX decoder with blocks that run under `linen.scan`. It stores their variables in dicts of `nnx.Variable`s."""
 
     def make_layers(self, rngs: nnx.Rngs) -> dict[str, Any]:
         """See `Decoder.make_layers`."""
@@ -68,7 +68,7 @@ def initial_decoder(config: Config) -> type[Decoder]:
 
 
 def _held(variables: Mapping[str, Any], stacks: Sequence[Stack] = ()) -> dict[str, Any]:
-    """Returns Linen variables as nested `nnx.Variable`s. `stacks`: the stacks in `variables`."""
+    """Returns Linen variables as a nested dict of `nnx.Variable`s. `stacks`: the stacks in `variables`."""
     axes = {stack.name: stack.axes for stack in stacks}
 
     def held(path: Any, leaf: Any) -> Any:

@@ -24,7 +24,7 @@ COLLECTIONS = ("params", REST)
 
 
 def is_linen(block: MakeBlock) -> bool:
-    """Returns whether a block is a user's Linen module."""
+    """Returns whether a block is not an NNX module and is thus used as a Linen module."""
     return not issubclass(block_class(block), nnx.Module)
 
 
@@ -55,7 +55,7 @@ def check_layer(config: Config) -> None:
 
 def _check_linen(config: Config, block: MakeBlock) -> None:
     x, ids = jnp.zeros((1, 1, config.base_emb_dim), config.dtype), jnp.zeros((1, 1), jnp.int32)
-    # With both keys, `init` does not fail because a key is missing. Blocks may use a given key, but not store one.
+    # Give both keys, so that `init` does not fail if the block uses either. A block may use a key, but not store one.
     keys = {"params": seed_key(0), "dropout": seed_key(0)}
     args = x, None, Context(ids, ids, rows=ids[0], key=None)
     variables = dict(jax.eval_shape(lambda: make_layer(config, block, "", parent=None).init(keys, *args)))
@@ -67,10 +67,10 @@ def _check_linen(config: Config, block: MakeBlock) -> None:
 def call_layer(
     block: linen.Module, cast_inside: bool, types: Types, number: jax.Array, x: jax.Array, *args: Any
 ) -> tuple[Any, Sown]:
-    """Runs `block` on `x` and `args` in one layer of a rolled loop.
+    """Runs `block` on `x` and `args`, as one layer of a rolled loop.
 
-    Returns the result and the block's sown values of `types`. `block` is a child of the running module. `number`
-    is the layer's number. See `layers.loop.run_loop` for `cast_inside`.
+    Returns the result and the block's sown values of `types`. `block` is a child of the running module. `number` is the
+    layer's number. See `layers.loop.run_loop` for `cast_inside`.
     """
     if isinstance(block, bridge.ToLinen):
 

@@ -12,7 +12,8 @@ from trainer.maxtext.shell import Shell
 from trainer.maxtext.shell_words import Word, commands, end_of_expansion, has_variable, unquoted
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
-# A command quoted in another, as in `xpk workload create --command "python3 -m maxtext..."`, or in CMD="python3 ...".
+# A command that is quoted in another command, as in `xpk workload create --command "python3 -m maxtext..."`, or that is
+# assigned to a variable, as in CMD="python3 ...".
 _INNER = re.compile(r"python\S* +(-m )?\S*maxtext", re.IGNORECASE)
 _INNER_NAME = re.compile(r"-*[A-Za-z_][\w-]*=(?=(?:\w+=\S+ +)*(?:\S*python|export |cd |set |source ))")
 _WIDTH = 116
@@ -25,7 +26,7 @@ class Command(NamedTuple):
       module: the module as written, such as `maxtext.trainers.pre_train.train`; "" if the command contains none.
       environment: the variables that are exported or set before the command, except variables that the command's words
         expand.
-      yml: the first word if it is a yml; otherwise "".
+      yml: the first word after the module (of the command, if there is no module) if it names a yml file; otherwise "".
       words: the other words, usually key=value.
     """
 

@@ -228,7 +228,7 @@ def _convert(command: Command, runs: str, version: str) -> Conversion:
 
 
 def _of_pairs(rows: Sequence[Row], in_yml: Mapping[str, str]) -> list[Row]:
-    """Returns `rows`, in which the rows of max_target_length explain its meaning for pairs.
+    """Returns `rows`, with rows for max_target_length that explain the key's meaning for pairs.
 
     The key can be set by the command or, in `in_yml`, by the yml.
     """
@@ -245,7 +245,8 @@ def _of_pairs(rows: Sequence[Row], in_yml: Mapping[str, str]) -> list[Row]:
 def _of_program(
     command: Command, method: str, own_yml: str, given: Mapping[str, str], added: Sequence[str]
 ) -> tuple[list[str], list[Row]]:
-    """Returns the words and rows for values that a command implies; see `maxtext.program`.
+    """Returns the words to add for values that a command implies, and the rows that explain such values; see
+    `maxtext.program`.
 
     `method`: the key that selects the command's program, such as use_sft. `own_yml`: `method` if the program's yml
     determines the defaults; otherwise "". `added`: the words that the conversion has added so far.
@@ -284,7 +285,8 @@ def _loaded(
 
 
 def _other_defaults(yml: str, loaded: Loaded, method: str) -> list[str]:
-    """Returns a problem if keys that the command does not set have defaults that differ from MaxText's."""
+    """Returns a list of one problem if keys that the command does not set have defaults that differ from MaxText's,
+    otherwise []."""
     inert = inert_keys(loaded.config)
     unset = [name for name, source in loaded.sources.items() if source.startswith(DEFAULT) and name not in inert]
     lines = base_yml.differing(loaded.config, unset, "")
@@ -296,7 +298,7 @@ def _other_defaults(yml: str, loaded: Loaded, method: str) -> list[str]:
 
 
 def _implied(given: Mapping[str, str], runs: str, own_yml: str) -> list[str]:
-    """Returns words for MaxText's implicit behaviour. `own_yml`: see `_of_program`."""
+    """Returns words that make MaxText's implicit behaviour explicit in our command. `own_yml`: see `_of_program`."""
     without_data = runs in (GENERATE, EXPORT)
     kind = given.get("dataset_type", "hf" if own_yml else "")
     added = [NO_DATA] if without_data else []
@@ -328,7 +330,8 @@ def preset_words(given: Mapping[str, str]) -> list[str]:
 
 
 def _with_preset(rows: Sequence[Row], given: Mapping[str, str]) -> list[Row]:
-    """Returns `rows` with an explanation of `preset_words` in the row of model_name, added if necessary."""
+    """Returns `rows` with an explanation of `preset_words` in the row of model_name. The row is added if it is
+    missing."""
     if not (words := preset_words(given)):
         return list(rows)
     text = f"the published model; MaxText's has {' '.join(words)}, added here: leave it out to run the published model"
@@ -365,7 +368,7 @@ def _without_data(row: Row, runs: str) -> Row:
 
 
 def _with_effect(row: Row, loaded: Loaded, runs: str) -> Row:
-    """Returns `row`; if its key has no effect in this configuration, with the reason."""
+    """Returns `row`, with the reason added if the row's key has no effect in this configuration."""
     name = row.word.partition("=")[0]
     reason = no_effect_of(loaded.config, name) if row.kind in (SAME, DIFFERS) and name in loaded.changed else None
     if not reason:

@@ -31,7 +31,7 @@ from trainer.maxtext.shell_words import has_variable
 from trainer.maxtext.version import NO_DATA, changes, is_theirs, version_of, yml_of
 
 _METHOD, _STUDENT, _TEACHER, _PLACE = "use_distill", "student_overrides", "teacher_overrides", "load_parameters_path"
-_MODEL = "llama3.1-8b"  # the student and the teacher of MaxText's distillation.yml
+_MODEL = "llama3.1-8b"  # the preset of student and teacher in MaxText's distillation.yml
 _DTYPE = "bfloat16"  # MaxText's default
 # Keys that MaxText's distillation ignores and our command omits.
 _IGNORED = {

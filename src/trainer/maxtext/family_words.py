@@ -17,7 +17,7 @@ from trainer.maxtext.shell_words import has_variable
 def of_family(rows: Sequence[Row], given: Mapping[str, str]) -> list[Row]:
     """Returns `rows` with the verdicts of the command's model family (`Facts.maxtext_words`).
 
-    `given`: the texts of the command's keys, by key.
+    `given`: a dict from each key of the command to its value as text.
     """
     block = given.get("decoder_block") or _of_preset(given.get("model_name", ""))
     facts = facts_of(Config({"decoder_block": block})) if block in families() else None

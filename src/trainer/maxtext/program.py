@@ -15,9 +15,9 @@ from trainer.config.maxtext import base_yml, verdicts
 from trainer.config.schema import schema
 from trainer.maxtext.command_line import as_text
 
-# Our programs with special defaults, by method.
+# Maps each method to our program that it selects.
 COMMANDS = {"use_distill": DISTILL} | {key: name for key, (name, _) in METHODS.items()}
-# The keys of MaxText's programs that refuse base.yml.
+# The methods of MaxText's programs that refuse base.yml.
 _WITHOUT_BASE = ("use_grpo",)
 
 
@@ -27,9 +27,9 @@ class Yml(NamedTuple):
     Attributes:
       name: its name in our command; maxtext.yml if it is an unchanged base.yml or program yml of MaxText.
       names: the keys that the file and its parents set.
-      given: the texts of the keys that the user changed, by key.
-      below: the name of the yml's parent, if this is maxtext.yml or a MaxText file that maxtext.yml replaces; otherwise
-        "".
+      given: a dict from each key that the user changed to its value as text.
+      below: the name of the yml's parent, if the parent is maxtext.yml or a MaxText file that maxtext.yml replaces;
+        otherwise "".
     """
 
     name: str
@@ -67,13 +67,14 @@ def method_given(given: Mapping[str, str]) -> str:
 
 
 def own_words(method: str, given: Mapping[str, str]) -> list[str]:
-    """Returns the words that a command needs for values in the yml of its program, except for keys in `given`."""
+    """Returns the words that a command must contain to have the values of its program's yml. Keys in `given` are
+    omitted."""
     said = verdicts.table()["of_programs"].get(method, {})
     return [entry["word"] for name, entry in said.items() if "word" in entry and name not in given]
 
 
 def unsaid(method: str, given: Mapping[str, str]) -> dict[str, str]:
-    """Returns the values in the program's yml that need a note, as KEY=VALUE, each with its note.
+    """Returns a dict from KEY=VALUE to a note, for each value in the program's yml that needs a note.
 
     Keys in `given` are omitted.
     """
@@ -106,7 +107,7 @@ def with_base(method: str, given: Mapping[str, str]) -> str:
 
 
 def takes(method: str, runs: str) -> str:
-    """Returns a line about a command of `method` without a yml."""
+    """Returns a line on the defaults, in MaxText and in our program `runs`, of a command of `method` without a yml."""
     path = POST_TRAIN[method]
     name = f"{path.parent.name}/{path.name}"
     return f"without a yml, MaxText uses {name} for this program; in {runs}, maxtext.yml has the values of that file"

@@ -43,7 +43,7 @@ class Row(NamedTuple):
 
 
 def by_kind(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """Returns the rows of each kind, in the order of `KINDS`."""
+    """Returns a dict from each kind that occurs in `rows` to its rows, in the order of `KINDS`."""
     grouped = {kind: [row for row in rows if row.kind == kind] for kind in KINDS}
     return {kind: those for kind, those in grouped.items() if those}
 

@@ -86,7 +86,8 @@ class Shell:
         return False
 
     def _inside(self, words: list[Word], blocks: list[str]) -> list[Word]:
-        """Returns `words` without leading keywords of conditions and loops, which open and close `blocks`."""
+        """Returns `words` without leading keywords of conditions and loops. Updates `blocks` for the blocks that these
+        keywords open and close."""
         while words and (word := words[0].bare) in _BEFORE:
             words = words[1:]
             if word in _OPENING:
@@ -99,7 +100,7 @@ class Shell:
         return words
 
     def _set(self, words: Sequence[Word]) -> set[str] | None:
-        """Returns the names of the variables that a command sets; None if it is not an assigning command."""
+        """Returns the names of the variables that a command sets; None if it is not a command for setting variables."""
         if all(ASSIGNED.match(word.bare) for word in words):
             return {self.assign(word) for word in words}
         name, rest = words[0].bare, words[1:]

@@ -1,6 +1,7 @@
-"""Converts a command of one of MaxText's tools to `trainer.export` or `trainer.inspect`.
+"""Converts MaxText commands, including those of MaxText's tools.
 
-Their arguments differ from those of MaxText's tools.
+`trainer.export` and `trainer.inspect` take the place of the tools, but have different arguments. So a template of the
+complete command is filled with the values of the tool's arguments.
 """
 
 import itertools
@@ -92,8 +93,8 @@ def _model_words(made: Conversion, preset: str, given: Mapping[str, str]) -> lis
         wanted += [
             key for key in [*others, *sizes] if of_parameters(key) and no_effect_of(made.loaded.config, key) is None
         ]
-        # MaxText's tools write the published config.json even where the preset differs from the published model. Only
-        # the vocabulary size must match the preset, because it determines shapes.
+        # MaxText's tools write the published config.json even where MaxText's preset differs from the published model.
+        # Only the vocabulary size must be the preset's, because it determines shapes.
         wanted += [name for word in preset_words(given) if (name := word.partition("=")[0]) == "vocab_size"]
     words = [f"model_name={preset}"] if preset not in ("", "default") else []
     for key in dict.fromkeys(wanted):

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA): which products of a model have adapters, and how these are merged into its parameters."""
+"""Low-rank adapters (LoRA): which products of a model have adapters, and how adapters are merged into parameters."""
 
 import functools
 import re

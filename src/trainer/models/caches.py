@@ -110,7 +110,8 @@ def _cache_names(array: jax.ShapeDtypeStruct, longer: jax.ShapeDtypeStruct) -> A
 
 
 def _of_blocks(config: Config, value: Callable[[Any, int], Any]) -> dict[str, list[Any]]:
-    """Returns `value(block, count)` for each stack's blocks, constructed with abstract arrays."""
+    """Returns a dict from the name of each stack to a list with `value(block, count)` for each block of the stack's
+    pattern. The blocks are constructed with abstract arrays; `count` is the stack's."""
 
     def shapes(block: MakeBlock) -> Any:
         return nnx.eval_shape(lambda: block(config, nnx.Rngs(0)))

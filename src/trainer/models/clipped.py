@@ -16,7 +16,8 @@ STATEMENT = "logit_factors"
 
 
 def clipped_layers(config: Config) -> dict[str, Clipped]:
-    """Returns the layers of the model that define `logit_factors`, by the canonical path of their parameters.
+    """Returns the layers of the model that define `logit_factors`: a dict from the canonical path of a layer's
+    parameters to the layer.
 
     If all blocks are NNX modules, the whole model is searched; otherwise, only the blocks of the stacks and of
     multi-token prediction are searched. The arrays of the returned layers are abstract. Call this function in

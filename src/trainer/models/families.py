@@ -72,9 +72,9 @@ def family(decoder_block: str) -> Family:
 def loads_from(decoder_block: str, trained: str) -> bool:
     """Returns whether the family `decoder_block` may load parameters that were trained with the family `trained`.
 
-    Within this package, both families must declare the same stacks, norm, products and embedding scale, so that the
-    same keys produce the same output. A user's family may load from any family. A family of this package may not load
-    from a user's family, so this function never imports a user's family.
+    If both families are in this package, they must declare the same stacks, norm, products and embedding scale, so that
+    the same keys produce the same output. A custom family (one with an import path) may load from any family. A family
+    of this package may not load from a custom family, so this function never imports a custom family.
     """
     if not {decoder_block, trained} <= FAMILIES.keys():
         return decoder_block not in FAMILIES
@@ -83,12 +83,12 @@ def loads_from(decoder_block: str, trained: str) -> bool:
 
 
 def with_products(config: Config, path: str, module: Any, rngs: nnx.Rngs) -> Any:
-    """Returns `module`, whose canonical name is `path`, with the products that its family or `config` chooses."""
+    """Returns `module`, whose canonical name is `path`, with the products that `product_rules(config)` chooses."""
     return choose_products(module, path, product_rules(config), rngs)
 
 
 def product_rules(config: Config) -> Rules:
-    """Returns the rules for products: `unmasked_rules` with the masks of weight sparsity and with adapters."""
+    """Returns the rules for products: `unmasked_rules`, extended by the masks of weight sparsity and by adapters."""
     return with_adapters(config, with_masks(config, unmasked_rules(config)))
 
 
@@ -234,7 +234,7 @@ def block_class(block: MakeBlock) -> Any:
 
 
 def axis_rules(config: Config) -> dict[str, tuple[str, ...]]:
-    """Returns the mesh axes of each logical axis, by the rules of the configuration and of the family.
+    """Returns a dict from each logical axis to its mesh axes, by the rules of the configuration and of the family.
 
     Raises:
       UserError: a rule of the family is invalid, or the configuration already has a rule for its axis.
@@ -320,7 +320,7 @@ def check_calls(block: MakeBlock, made_of: Sequence[str], name: str) -> None:
 
 
 def check_state(config: Config, subclasses: bool = True) -> None:
-    """Checks that a user's NNX blocks have parameters and no state that a forward pass would update.
+    """Checks that the NNX blocks of a custom family have parameters, and no state that a forward pass would update.
 
     `subclasses`: whether subclasses of `nnx.Param` and of `Buffer` are allowed. Linen keeps each type of variable in a
     separate collection, and Linen's scan would drop the collections of such subclasses.
@@ -359,9 +359,9 @@ def refuse_state(config: Config, has_parameters: bool, others: Sequence[str]) ->
 def forward_flops_per_token(config: Config, params: Any) -> float:
     """Returns the FLOPs of the forward pass for one token, as the family of `config` counts them.
 
-    If the family does not count them, they are derived from `params` (canonical; arrays or shapes): every parameter of
-    a layer with at least two axes counts as the kernel of one matrix product per token, and attention is not counted.
-    Modules of multi-token prediction are counted in the same way, including one output head for each module.
+    If the family does not count them, they are derived from `params` (canonical; arrays or shapes): each of a layer's
+    parameters counts as the kernel of one matrix product per token if it has at least two axes, and attention is not
+    counted. Modules of multi-token prediction are counted in the same way, including one output head for each module.
     """
     if (count := family(config.decoder_block).forward_flops) is not None:
         return count(config, None)

@@ -29,7 +29,8 @@ class Named(NamedTuple):
 
 
 class Joined(NamedTuple):
-    """A tensor in MaxText's layers that joins our parameters along its last axis, or whose axes differ from ours.
+    """A tensor of a MaxText layer that joins several of our parameters along its last axis, or that stores one of our
+    parameters with a different shape.
 
     Attributes:
       parts: the parameters' paths in a layer, in order. `MaxText.names` returns the same names for all of them.
@@ -52,19 +53,19 @@ class MaxText:
       scaled_queries: the end of the canonical names of the query kernels. MaxText stores these kernels multiplied by
         the attention scale, unless `use_qk_norm` is set. "": MaxText multiplies scores by 1 / sqrt(head_dim).
       own_scale: whether MaxText applies an attention scale other than 1 / sqrt(head_dim) without storing it in the
-        query kernels. `refuses` must then refuse scales that MaxText does not support.
+        query kernels. If so, `refuses` must refuse scales that MaxText does not support.
       stored: maps `(config, canonical name)` to (factor, offset), where MaxText stores parameter / factor + offset.
-      names: maps the canonical name of a stack's parameter and its `families.Place` to MaxText's names. None: the
-        default names, which `weights.maxtext.stored` defines.
-      joined: the tensors that join our parameters, or whose axes differ from ours.
+      names: maps the canonical name of a stack's parameter and its `models.families.Place` to MaxText's names. None:
+        the default names, which `weights.maxtext.stored` defines.
+      joined: the tensors that join several of our parameters or have a different shape; see `Joined`.
       pairs: whether RoPE rotates adjacent pairs for every rope_type.
-      interleaves: whether YaRN rotates adjacent pairs in MaxText's presets of the family, as it does by default.
+      interleaves: whether YaRN rotates adjacent pairs in MaxText's presets of the family. This is MaxText's default.
       scales_windows: whether rope_linear_scaling_factor also scales RoPE in layers with a window.
       caps_scores: whether the block reads `attn_logits_soft_cap`.
       norms_heads: whether the block reads `use_qk_norm`.
       interleaves_experts: whether the block reads `interleave_moe_layer_step`.
       keys: further keys of this trainer that the block reads under the same name.
-      more: returns, for a resolved configuration, the MaxText keys whose name or value differs from ours.
+      more: maps a resolved configuration to the values of the MaxText keys whose name or value differs from ours.
       refuses: returns `key=value: reason` for each value of a configuration that MaxText's block does not support.
     """
 
@@ -91,13 +92,14 @@ class Family:
     Attributes:
       stacks: maps a resolved configuration to the stacks of the decoder, in the order of the forward pass. A block is
         constructed as `block(config, rngs)` (Linen: `block(config)`) and called as `block(x, cache, context) -> x,
-        cache` (`products.Context`, `layers.cache`). Sampling requires `init_cache(rows, length)`.
+        cache`; see `products.context` and `layers.cache`. For sampling, it must have a method `init_cache(rows,
+        length)`.
       forward_flops: maps `(config, keys)` to the FLOPs of the forward pass for one token, including multi-token
         prediction modules. `models.flops.forward_flops_per_token` documents the arguments. None: each entry of a matrix
         counts as two FLOPs, and attention is not counted.
       projections: names (`jax.ad_checkpoint.checkpoint_name`) of the products with weight matrices in the family's
-        blocks, in addition to `capabilities.remat_tensors.PROJECTIONS`. A remat_policy that keeps all PROJECTIONS also
-        keeps these.
+        blocks, in addition to `config.capabilities.remat_tensors.PROJECTIONS`. A remat_policy that keeps all
+        PROJECTIONS also keeps these.
       tensors: names (`checkpoint_name`) of other tensors in the blocks. With remat_policy=custom, the keys
         custom_device_tensors and custom_offload_tensors select from `tensors` and `projections`.
       axes: maps logical axes that are missing from base.yml's logical_axis_rules to one or more mesh axes. The key
@@ -105,7 +107,7 @@ class Family:
       products: maps a resolved configuration to the rules that select each matrix's product implementation by the
         matrix's canonical name. If the output head is tied, its matrix is the embedding table.
       embedding_scale: returns the factor by which token embeddings are multiplied; a tied head uses the unscaled table.
-        None: 1.
+        None: the factor is 1.
       optional: canonical names, or prefixes of names, of parameters that a checkpoint may omit, such as
         ["decoder/layers/gate"]; see `models.optional`.
       norm: the class of the norms outside of the blocks, constructed as `norm(width, epsilon=, dtype=, weight_dtype=)`.

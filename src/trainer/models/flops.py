@@ -27,7 +27,7 @@ def _blocks(config: Config) -> int:
 
 
 def _sparse_blocks(config: Config) -> int:
-    """Returns the number of blocks with experts, including those of multi-token prediction."""
+    """Returns the number of blocks with experts, including blocks of multi-token prediction modules."""
     return _blocks(config) - _dense_blocks(config)
 
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from trainer.models.huggingface import Layout
 
-# `SIZES` and `NUMBERS` contain the fields of all architectures. They map a GGUF key, without the prefix that names the
-# architecture, to a field of config.json.
+# `SIZES` and `NUMBERS` contain the fields that all architectures share. They map a GGUF key, without the prefix that
+# names the architecture, to a field of config.json.
 SIZES = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -34,8 +34,8 @@ class Gguf(NamedTuple):
     Attributes:
       name: the value of general.architecture.
       when: returns whether this declaration applies to a file with this architecture name. Its argument is a function
-        that returns a key's value in the file, or None; it takes the end of the key, and the value's type (by default
-        int).
+        for reading the file: given the end of a key and the value's type (by default int), this function returns the
+        key's value, or None if the file lacks the key.
       pairs: whether each head of queries and keys is stored as adjacent pairs, not as two halves.
       one: whether the scales of norms are stored with 1 added.
       layouts: the layouts of parameters whose GGUF tensors differ from the tensors in a Hugging Face folder. The
@@ -44,8 +44,8 @@ class Gguf(NamedTuple):
       sizes, numbers: map the end of a key to a field of config.json: `sizes` for integers, `numbers` for other numbers.
       needs: the ends of keys that llama.cpp requires in addition to `EPSILON` and `USED`.
       more: maps the ends of further keys to the types of their values.
-      fields: returns further fields of config.json. Its argument maps the fields read so far, including rope_scaling,
-        and the keys in `more` to their values.
+      fields: returns further fields of config.json, by name. Its argument is a mapping that contains the fields read
+        so far, including rope_scaling, and the values of the keys in `more`.
       write: returns the values of the keys in `more`, and values that replace those of other keys, given the
         config.json that this trainer writes.
       refuses: returns why llama.cpp's output would differ from this trainer's, given the config.json that this trainer

@@ -71,11 +71,11 @@ class Layout(NamedTuple):
         return (math.prod(ours[self.inputs :]), *middle, math.prod(ours[: self.inputs])) if self.inputs else ours
 
     def head(self, config: Config, shape: tuple[int, ...]) -> int:
-        """Returns the number of entries in a head on the last axis of our parameter, which has `shape`; 0 if RoPE
-        rotates no entries.
+        """Returns the number of entries in a head on the last axis of our parameter; 0 if RoPE rotates no entries.
+        `shape`: the shape of our parameter.
 
         Raises:
-          UserError: the axis does not consist of complete heads.
+          UserError: the last axis does not consist of complete heads.
         """
         head = config[self.rotated] if self.rotated else 0
         if head and shape[-1] % head:
@@ -86,10 +86,11 @@ class Layout(NamedTuple):
         return head
 
     def widened(self, shape: tuple[int, ...], box: tuple[slice, ...], head: int) -> tuple[slice, ...]:
-        """Returns `box`, enlarged so that it maps to a single box of the tensor and contains only complete heads.
+        """Returns a box of our parameter that contains `box`, consists of complete heads, and corresponds to
+        a single box of the tensor. A box is a tuple of one slice for each axis.
 
-        `shape`: the shape of our parameter in one layer. `box`: a slice for each of its axes. `head`: the number of
-        entries in a head on the last axis; 0: there are no heads.
+        `shape`: the shape of our parameter in one layer. `head`: the number of entries in a head on the last axis; 0:
+        there are no heads.
         """
         outer = {0, self.inputs} if self.inputs or self.flat else set(range(len(shape)))
         wide = [cut if axis in outer else slice(0, shape[axis]) for axis, cut in enumerate(box)]
@@ -112,8 +113,8 @@ class Layout(NamedTuple):
         return (slice(out.start * rows, out.stop * rows), *middle, slice(into.start * columns, into.stop * columns))
 
     def to_ours(self, theirs: np.ndarray, shape: tuple[int, ...], head: int) -> np.ndarray:
-        """Converts `theirs`, one layer's tensor or a box of it, to our layout with `shape`. `head`: the number of
-        entries in a head, which are reordered into adjacent pairs; 0: no reordering."""
+        """Converts `theirs`, one layer's tensor or a box of it, to our layout. `shape`: the result's shape. `head`: the
+        number of entries in a head, which are reordered into adjacent pairs; 0: no reordering."""
         if self.swapped:
             return np.stack([transposed(matrix) for matrix in theirs])
         theirs = theirs[:, 0] if self.depthwise else theirs
@@ -184,7 +185,7 @@ class Merged(NamedTuple):
         return None
 
     def fits(self, sizes: Sequence[int]) -> bool:
-        """Returns whether each part can be divided into the groups, given the parts' numbers of outputs."""
+        """Returns whether each part can be divided equally among the groups. `sizes`: each part's number of outputs."""
         return not any(size % self._count(sizes[0]) for size in sizes)
 
     def cut(self, sizes: Sequence[int], i: int) -> np.ndarray:
@@ -263,18 +264,20 @@ class HuggingFace(NamedTuple):
       powers: maps further keys to (field, exponent). The key's value is the field, which must be positive, to the power
         of the exponent: {"logits_multiplier": ("logits_scaling", -1)} divides logits by logits_scaling. If the field is
         null, the key has its default.
-      latent: whether attention is multi-head latent attention. `whole_heads_of_latents` defines head_dim in the
-        config.json of such a family. True: head_dim is the size of a whole head, and partial_rotary_factor is the share
-        of a head that RoPE rotates. False: head_dim is the size of the rotated part.
+      latent: whether attention is multi-head latent attention. `whole_heads_of_latents` determines the meaning of
+        head_dim in the config.json of such a family. True: head_dim is the size of a whole head, and
+        partial_rotary_factor is the share of a head that RoPE rotates. False: head_dim is the size of the rotated part.
       only: maps fields to the only value that this trainer can represent. The fields may also be absent or null.
       off: fields that must be absent, null, false or 0, and are not written.
       ignored: fields that transformers does not read in this family.
-      read: returns further keys of this trainer. Its arguments are config.json, completed by `defaults`, and a list, to
-        which it appends messages about values that this trainer cannot represent. `fields`: the fields that `read`
-        reads. `write`: returns the values of these fields for a resolved config.
+      read: returns further keys of this trainer with their values. The first argument contains the fields of
+        config.json, completed by `defaults`. The second argument is a list to which `read` appends messages about
+        values that this trainer cannot represent. `fields`: the fields that `read` reads. `write`: maps a resolved
+        configuration to the values of these fields.
       implies: maps keys of this trainer to their value in every model of this type.
       aliases: other model types with the same fields and tensors.
-      modules: maps a component of module names in transformers 5 to the component of tensor names that replaces it.
+      modules: maps a component of module names in transformers 5 to the component that checkpoints have in its place
+        in the names of tensors, such as {"mlp": "block_sparse_moe"}.
       methods: the value of topk_method without groups of experts, and the value with groups. ("", ""): the family has
         no groups.
       mtp: the tensors of multi-token prediction modules.

@@ -30,7 +30,7 @@ def matrix_names(config: Config, key: str = "quantization") -> list[str]:
     `key`: the configuration key to name in error messages.
 
     Raises:
-      UserError: a block is a user's Linen module, to which product rules do not apply.
+      UserError: a block is a Linen module, to which product rules do not apply.
     """
     found: list[str] = []
 
@@ -117,8 +117,8 @@ def masked_kernels(config: Config) -> list[Kernel]:
     """Returns the matrices that weight sparsity masks; [] without weight sparsity.
 
     Raises:
-      UserError: a block is a user's Linen module, no matrix is masked, or a matrix's number of inputs is not a
-        multiple of weight_sparsity_m.
+      UserError: a block is a Linen module, no matrix is masked, or a matrix's number of inputs is not a multiple of
+        weight_sparsity_m.
     """
     if (m := config.weight_sparsity_m) is None:
         return []
@@ -176,5 +176,5 @@ def quantized_and_float(config: Config, param_axes: Any) -> tuple[list[str], lis
     quantized, names = quantized_names(config), matrix_names(config)
     axes = {name: [*found[leading(found) :]] for name, found in by_name(param_axes).items()}
     tables = [name for name, found in axes.items() if len(found) > 1 and not name.endswith(("/bias", "_bias"))]
-    stored = tuple(f"{name}/" for name in names)  # prefixes of a matrix's parts, if its storage form has several
+    stored = tuple(f"{name}/" for name in names)  # the name prefixes of arrays that together store a matrix
     return quantized, [name for name in tables if name not in quantized and not name.startswith(stored)]

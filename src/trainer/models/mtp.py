@@ -69,7 +69,7 @@ def depths(config: Config) -> range:
 
 
 def part_name(k: int, part: str) -> str:
-    """Returns the name of a part of module `k` within the module."""
+    """Returns the last component of the path of a part of module `k`."""
     return f"mtp_{k}_{part}"
 
 
@@ -89,7 +89,8 @@ def hidden_path(k: int) -> str:
 
 
 def last_block(config: Config) -> tuple[str, MakeBlock]:
-    """Returns the path of the last layer's parameters in the decoder, and the class or partial that makes its block."""
+    """Returns the path of the last layer's parameters within the decoder, and the class or partial that makes the
+    layer's block."""
     last = stacks(config)[-1]
     return last.paths[-1], last.blocks[-1]
 
@@ -156,8 +157,8 @@ def run_mtp(
     sown: dict[str, dict[str, jax.Array]] = {kind.__name__: {} for kind in types}
     for k in depths(config):
         context = context._replace(segments=ahead.segments[..., k - 1], documents=None)
-        # The order of layer numbers: the layers of the stacks, one number for the dropout sites outside of the stacks,
-        # one for each module's block, and one for the other parts of each module.
+        # Layer numbers are assigned in this order: to the layers of the stacks; to the dropout sites outside of the
+        # stacks (one number); to the blocks of the modules; and to the other parts of each module (one number each).
         outside = context.at(layers + count + k)
         embedding = jnp.where((context.segments != 0)[..., None], x_kbte[k - 1], 0)
         embedding = dropout(embedding, outside.at(EMBEDDING).key, context.rows, rate)

@@ -1,6 +1,7 @@
-"""The module and the Hugging Face tensor (`models.huggingface.Modules`) of each multi-token prediction parameter.
+"""Maps multi-token prediction parameters to their modules and to tensors in Hugging Face checkpoints.
 
-In DeepSeek-V3's published weights, module k of a model with L layers is stored as layer L + k - 1.
+In DeepSeek-V3's published weights, module k of a model with L layers is stored as layer L + k - 1. The type
+`models.huggingface.Modules` declares the tensors' names.
 """
 
 import re
@@ -79,7 +80,7 @@ def hugging_face_layouts(config: Config, declared: HuggingFace | None = None) ->
 def rotated_heads(
     config: Config, shapes: Mapping[str, tuple[int, ...]], why: str, decoder_block: str = ""
 ) -> dict[str, int]:
-    """Maps each parameter of `shapes` whose entries RoPE rotates to the number of entries in a head.
+    """Returns, for each parameter in `shapes` whose entries RoPE rotates, the number of entries in a head.
 
     Args:
       why: the reason for reordering entries, for error messages.
@@ -114,7 +115,8 @@ def module_problem(config: Config, modules: Modules) -> str:
 
 
 def hugging_face_copies(config: Config) -> dict[str, str]:
-    """Maps each module tensor that may repeat a tensor of the model to the repeated parameter's canonical name."""
+    """Returns the tensors of modules that may repeat a tensor of the model: a dict from the tensor's name to the
+    canonical name of the repeated parameter."""
     copies = {_layer(config, k) + name: of for k in depths(config) for name, of in _COPIES.items()}
     table = _COPIES["embed_tokens.weight"]
     return dict.fromkeys(copies, table) if config.logits_via_embedding else copies

@@ -72,7 +72,8 @@ def renamed(node: Any, names: Names) -> Any:
 
 
 def names_of_blocks(config: Config) -> Names:
-    """Returns the map for the model of `config`, from the attribute `PARAMETER_NAMES` that a block's class may have."""
+    """Returns the map for the model of `config`, built from the attribute `PARAMETER_NAMES` that a block's
+    class may have."""
     table: dict[str, str] = {}
     for stack in stacks(config):
         for block, path in zip(stack.blocks, stack.paths, strict=True):

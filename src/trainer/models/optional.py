@@ -7,7 +7,7 @@ from trainer.models.families import family
 from trainer.models.mtp import module_path
 from trainer.models.mtp_names import decoder_name, module_of
 
-_PRODUCT = "/product/"  # in the names of a product's parameters (`products.MakeProduct`)
+_PRODUCT = "/product/"  # part of the names of parameters that a product adds (`products.MakeProduct`)
 
 
 def optional_group(config: Config, name: str) -> str:
@@ -31,10 +31,11 @@ def optional_group(config: Config, name: str) -> str:
 def lacking(
     config: Config, names: Iterable[str], held: Callable[[Collection[str]], Collection[str]]
 ) -> dict[str, list[str]]:
-    """Maps the path of each optional group that a checkpoint lacks entirely to the names of the group's parameters.
+    """Returns the optional groups that a checkpoint lacks entirely: a dict from a group's path to the names of the
+    parameters in the group.
 
-    The map does not contain groups of which a checkpoint has a part. The caller must treat their missing parameters as
-    required.
+    The dict does not contain groups that the checkpoint contains in part. The caller must treat the missing parameters
+    of such groups as required.
 
     Args:
       names: the canonical names of the model's parameters.

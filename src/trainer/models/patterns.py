@@ -25,7 +25,8 @@ def alternating(block: MakeBlock, config: Config) -> list[Stack]:
 
 
 def other_period(config: Config, period: int) -> list[str]:
-    """Returns why MaxText cannot compute the layers; [] if, as in MaxText, every `period`-th layer has no window."""
+    """Returns a list with the reason why MaxText cannot compute the layers. Returns [] if, as in MaxText, every
+    `period`-th layer has no window."""
     every = config.sliding_window_pattern
     return [] if every == period else [f"sliding_window_pattern={every}: MaxText always uses {period}"]
 

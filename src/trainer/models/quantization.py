@@ -74,7 +74,7 @@ def is_quantized(make: MakeProduct | None) -> bool:
 
 
 def named(pattern: str) -> str:
-    """Returns a regular expression that finds `pattern` as complete components of a name, such as mlp/wo."""
+    """Returns a regular expression for names that contain `pattern`, such as mlp/wo, as complete components."""
     return f"(^|/)(?:{pattern})(/|$)"
 
 

@@ -25,7 +25,7 @@ def check_offload(config: Config, memory_kinds: Iterable[str]) -> None:
     """Refuses offloading to pinned host memory if the devices have none.
 
     Args:
-      config: resolved or not.
+      config: a configuration, which need not be resolved.
       memory_kinds: the kinds of memory that a device of the mesh can address (`device.addressable_memories()`).
 
     Raises:
@@ -51,7 +51,7 @@ def check_offload(config: Config, memory_kinds: Iterable[str]) -> None:
 
 
 def _choices(config: Config) -> dict[str, str]:
-    """Returns what remat_policy=custom does with each tensor: remat, device or offload."""
+    """Returns a dict from each tensor's name to what remat_policy=custom does with it: remat, device or offload."""
     choices = {tensor: config[tensor] for tensor in TENSORS}
     if config.remat_policy != "custom":
         return choices

@@ -27,8 +27,8 @@ T = TypeVar("T")
 
 
 def in_stages(config: Config, found: Sequence[Stack]) -> tuple[Stack, ...]:
-    """Returns the stacks `found`, with the longest one in a pipeline if the resolved `config` has several stages. Any
-    layers of this stack that stay outside of the pipeline become a separate stack after it.
+    """Returns the stacks of a decoder, `found`, with the longest stack in a pipeline if the resolved `config` has
+    several stages. Any layers of the longest stack that stay outside of the pipeline become a separate stack after it.
 
     Raises:
       UserError: the numbers of layers, stages, repeats and layers per stage do not fit together; the message suggests
@@ -116,7 +116,7 @@ def _fitting(layers: int, asked: int, here: int, per_stage: int, repeats: int, p
 
 
 def _sizes(asked: int, here: int, repeats: int, period: int) -> list[int]:
-    """Returns the numbers of layers per stage with which `asked` layers fit into `here` stages."""
+    """Returns the possible numbers of layers per stage if `asked` layers are divided into `here` stages."""
     each = asked // here if asked % here == 0 else 0
     return [n for n in range(period, each + 1, period) if each % n == 0 and repeats in (-1, each // n)]
 
@@ -160,8 +160,9 @@ class Division:
         return self.inside.pipeline
 
     def to_layers(self, tree: Any, join: Callable[..., Any]) -> Any:
-        """Returns `tree` with the two stacks replaced by one. `join(leaf inside[, leaf outside])` returns its leaves.
-        `tree`: any pytree with canonical parameter names."""
+        """Returns `tree` with `inside` and `outside` replaced by one stack. Each of its leaves is `join(leaf of inside,
+        leaf of outside)`, or `join(leaf of inside)` if there is no stack outside. `tree`: any pytree with canonical
+        parameter names."""
 
         def one(decoder: dict[str, Any]) -> dict[str, Any]:
             rest = dict(decoder)
@@ -171,9 +172,9 @@ class Division:
         return self._in_decoders(one, tree)
 
     def to_stages(self, tree: Any, divide: Callable[..., tuple[Any, Any]], *like: Any) -> Any:
-        """Inverts `to_layers`. `divide(leaf)` returns the two parts of a leaf. If a tree `like` with the structure of
-        the result is given, `divide` also receives the corresponding leaves of `like`, one for each of the two
-        stacks."""
+        """Inverts `to_layers`. `divide(leaf)` returns the pair (leaf of inside, leaf of outside). If `like` is given, a
+        tree with the structure of the result, the corresponding leaf of each stack in `like` is a further argument of
+        `divide`."""
 
         def one(decoder: dict[str, Any], *wanted: dict[str, Any]) -> dict[str, Any]:
             rest = dict(decoder)
@@ -202,7 +203,7 @@ class Division:
 
 
 def division(stacks: Sequence[Stack]) -> Division | None:
-    """Returns how the pipeline of a model with these stacks divides its layers; None without a pipeline."""
+    """Returns how the pipeline of a model with these stacks divides the pipelined layers; None without a pipeline."""
     inside = next((stack for stack in stacks if stack.pipeline), None)
     if inside is None:
         return None

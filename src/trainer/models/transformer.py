@@ -26,7 +26,7 @@ from trainer.ops.dropout import dropout
 from trainer.ops.multiplied import multiplied
 from trainer.products.context import Context
 
-# Dropout sites outside of the blocks. Their PRNG keys are derived as if they were in an additional last layer.
+# Dropout sites outside of the blocks. Their PRNG keys are derived as if the sites were in an additional last layer.
 EMBEDDING, BEFORE_HEAD = range(2)
 
 
@@ -149,7 +149,8 @@ class Decoder(nnx.Module):
             self.logits_dense = make_logits_dense(config, rngs)
 
     def make_layers(self, rngs: nnx.Rngs) -> dict[str, Any]:
-        """Returns the stacks by name. The name is also the attribute that holds a stack's parameters."""
+        """Returns a dict from the name of each stack to its layers. The decoder stores the layers in the attribute with
+        this name."""
         return {
             stack.name: make_stack(stack, list(map(self._maker, stack.blocks, stack.paths)), rngs)
             for stack in stacks(self.config)
@@ -242,7 +243,7 @@ class Transformer(nnx.Module):
             a row must not have more documents than a row of the configured data can have.
           row: int [b], each row's index in the global batch.
           cache: the cache of earlier positions (`models.caches.init_cache`), or None.
-          key: dropout key of this step, or None for no dropout.
+          key: the PRNG key for the step's dropout, or None for no dropout.
           types: the types of sown values that the caller captures.
           sampled, ranks: see `products.context.Context`.
           ahead: the input of the multi-token prediction modules; None: these modules do not run.

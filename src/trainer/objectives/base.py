@@ -64,12 +64,12 @@ class Evaluation(NamedTuple):
 class Sums(NamedTuple):
     """Sums over a batch or a microbatch, in float32 and by name, and sown values.
 
-    A sum is a scalar or an array of n parts, [n]. Each part is divided by its element of the weight, which is also [n].
-    The term is the sum of the quotients.
+    Each sum determines one term: the sum divided by the weight of the same name in `Weights.terms`. If the sum and the
+    weight are arrays of n parts, [n], instead of scalars, the term is the sum of the parts' quotients.
     """
 
-    minimized: dict[str, jax.Array]  # each sum is divided by its weight; the loss is the sum of the quotients
-    measured: dict[str, jax.Array]  # also divided by their weights, but reported and not minimized
+    minimized: dict[str, jax.Array]  # the loss is the sum of the terms that these sums determine
+    measured: dict[str, jax.Array]  # these sums determine terms that are reported, but not minimized
     sown: Sown
 
 

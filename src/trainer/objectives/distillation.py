@@ -169,13 +169,13 @@ class Distillation(NextToken):
 
     def _tokens(self, batch: Batch, temperature: Any) -> dict[str, jax.Array]:
         """Returns the arrays that `_compared` reads."""
-        # The temperature is an array [b, t] like the other tokens' values, because it may be a traced value, which the
-        # backward pass of the tiles cannot close over.
+        # The temperature is passed as an array [b, t], like values of tokens, because it may be a traced value, and the
+        # backward pass of the tiles cannot close over traced values.
         temperature_bt = jnp.broadcast_to(jnp.float32(temperature), batch["targets"].shape)
         return {name: batch[name] for name in self.compared} | {TEMPERATURE: temperature_bt}
 
     def _compared(self, student: jax.Array, logits: jax.Array, tokens: Batch) -> Compared:
-        # The checkpoint keeps only its inputs for the backward pass.
+        # For the backward pass, jax.checkpoint saves only the inputs of `_divergence`.
         divergence = jax.checkpoint(self._divergence)(student, logits, tokens)
         return Compared(divergence, cross_entropy(logits, tokens["targets"])[0])
 

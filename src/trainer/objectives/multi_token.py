@@ -25,8 +25,8 @@ TARGETS, SEGMENTS = "mtp_targets", "mtp_targets_segmentation"
 
 @dataclass(frozen=True)
 class MultiToken:
-    """The terms of the objective `next_token`, and for each a term of the multi-token prediction modules: mtp_loss,
-    mtp_z_loss, ... See `Objective`.
+    """The terms of the objective `next_token` and, for each of them, a term of the multi-token prediction modules:
+    mtp_loss, mtp_z_loss, ... See `Objective`.
 
     To compute such a module term, each of the `modules` modules averages the term over the tokens that the module
     predicts. The module term is `scale` times the mean of these averages. Its sums and its weight are arrays [modules].
@@ -107,8 +107,8 @@ class MultiToken:
     def evaluation(self, params: Any, rest: Any, batch: Batch, **others: Any) -> Evaluation:
         """See `Objective.evaluation`. With `evaluated` = k, also reports mtp_acceptance_rate.
 
-        The rate is computed over the tokens at which module k has a target. It is the share of them at which module k's
-        most likely token equals the most likely token of the model itself k tokens later.
+        The rate is computed over the tokens at which module k has a target. It is the share of these tokens at which
+        module k's most likely token equals the most likely token of the model itself k tokens later.
         """
         if not self.evaluated:
             return self.next_token.evaluation(params, rest, batch, **others)

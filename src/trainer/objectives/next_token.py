@@ -19,9 +19,10 @@ class NextToken:
       lm_loss: the cross entropy, -log p(target).
       z_loss: `z_loss_multiplier` times log(Z)^2, where Z is the softmax normalizer (Chowdhery et al. 2022, PaLM,
         arXiv:2204.02311).
-      label_smoothing_loss: `label_smoothing` times (log p(target) - the mean of log p over the vocabulary). Its sum
-        with lm_loss is the cross entropy with (1 - label_smoothing) x one-hot + label_smoothing x uniform (Szegedy
-        et al. 2016, arXiv:1512.00567). lm_loss, which evaluation reports, has no smoothing.
+      label_smoothing_loss: `label_smoothing` times (log p(target) - the mean of log p over the vocabulary). The
+        sum of this term and lm_loss is the cross entropy for the target distribution (1 - label_smoothing) x one-hot +
+        label_smoothing x uniform (Szegedy et al. 2016, arXiv:1512.00567). lm_loss alone, which evaluation reports, has
+        no smoothing.
     """
 
     apply: Apply

@@ -68,7 +68,8 @@ class Preference(abc.ABC):
         """Returns the terms, given the log-probability of every target under the policy and the reference model."""
 
     def weights(self, batch: Batch) -> Weights:
-        """See `Objective.weights`. `tokens` counts only the tokens of answers whose pair is complete."""
+        """See `Objective.weights`. `tokens` counts the tokens of both answers of a pair, and only for pairs in
+        which both answers have tokens."""
         counts = of_pairs(None, batch)
         is_pair = _is_pair(counts)
         pairs = jnp.sum(is_pair, dtype=jnp.int32)
@@ -155,8 +156,8 @@ class Orpo(Preference):
     answer is `weight` times log p.
       sft_loss: minus the mean log-probability of the tokens of the chosen answer, or, without `answer_only`, of the
         prompt and the chosen answer.
-      odds_ratio_loss: `weight` times (-(1 - s) log sigmoid(r) - s log sigmoid(-r)), where r is the log of the chosen
-        answer's odds divided by the rejected answer's odds, and s is `smoothing`.
+      odds_ratio_loss: `weight` times (-(1 - s) log sigmoid(r) - s log sigmoid(-r)), where r is the log of
+        the ratio of the chosen answer's odds to the rejected answer's odds, and s is `smoothing`.
     """
 
     weight: float = 0.1
@@ -175,9 +176,9 @@ class Orpo(Preference):
 
 
 def of_pairs(values_bt: jax.Array | None, batch: Batch, which: str = ANSWERS) -> OfPairs:
-    """Returns the sum of `values_bt` over the tokens of each sequence whose segment in the batch field `which` is not
-    0. By default these are the answer's tokens; with "inputs_segmentation", they are all tokens of the sequence. If
-    `values_bt` is None, returns the number of these tokens."""
+    """Returns, for each sequence, the sum of `values_bt` over those of its tokens that the batch field `which` assigns
+    to a segment. By default these are the answer's tokens; with "inputs_segmentation", they are all tokens of the
+    sequence. If `values_bt` is None, returns the number of these tokens."""
     segment_bt = batch[which]
     sums_bs = segment_sums(jnp.ones_like(segment_bt) if values_bt is None else values_bt, segment_bt)
     end = 1 + segment_bt.shape[-1] // 2 * 2
@@ -185,7 +186,7 @@ def of_pairs(values_bt: jax.Array | None, batch: Batch, which: str = ANSWERS) ->
 
 
 def _is_pair(counts: OfPairs) -> jax.Array:
-    """Returns whether both answers of a pair have tokens, bool [b, p]. `counts`: the numbers of these tokens."""
+    """Returns whether both answers of a pair have tokens, bool [b, p]. `counts`: each answer's number of tokens."""
     return (counts.chosen > 0) & (counts.rejected > 0)
 
 

@@ -11,7 +11,7 @@ from trainer.config.errors import UserError
 from trainer.layers.sown import RouterLoss
 from trainer.objectives.base import Batch, Evaluation, Field, Objective, Sums, Weights, reads_of
 
-# The name of each term, and the last part of the path under which a layer sows the term's values.
+# For each term: its name, and the last component of the path under which a layer sows the term's values.
 BALANCE, Z = ("moe_lb_loss", "load_balance"), ("router_z_loss", "z")
 KEYS = {BALANCE[0]: "load_balance_loss_weight", Z[0]: "router_z_loss_weight"}
 

@@ -33,7 +33,8 @@ def saved_fields(k: int, vocab_size: int, dtype: str) -> dict[str, Field]:
 
 
 class SavedTeacher(NamedTuple):
-    """A teacher of which only logits are known. `saved`: their batch fields. `tokens`, `vocab_size`: see `Teacher`."""
+    """A teacher of which only saved logits are known. `saved`: the batch fields that contain these logits. `tokens`,
+    `vocab_size`: see `Teacher`."""
 
     tokens: int
     vocab_size: int
@@ -43,7 +44,7 @@ class SavedTeacher(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SavedDistillation(Distillation):
-    """`Distillation` from saved logits. If the logits of all tokens are saved, the terms are those of `Distillation`.
+    """`Distillation` from saved logits. If the logits of all tokens are saved, the terms equal `Distillation`'s.
 
     If fewer logits are saved, D compares distributions over k + 1 events (each of the k saved tokens, and any other
     token), and teacher_lm_loss is not measured. Evaluation reports only the next-token loss, because no logits are

@@ -18,7 +18,7 @@ class AppendedFile:
     """
 
     def __init__(self, path: Path, resumes: bool, say: Callable[[str], None]):
-        """`resumes`: whether the run saves checkpoints; error messages mention this. `say`: prints a line.
+        """`resumes`: whether the run saves checkpoints; if so, error messages advise resuming it. `say`: prints a line.
 
         Raises:
           UserError: the file cannot be written.

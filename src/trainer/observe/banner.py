@@ -202,10 +202,10 @@ def _windows(config: Config) -> str:
 
 
 def _bias(config: Config, capability: Capability | None) -> str:
-    """Returns a note on the additional cost of attention if documents share rows and the kernel cannot process their
-    lengths, so that it needs a bias; "" if there is no such cost.
+    """Returns a note on the additional cost of attention if documents share rows and the attention kernel needs a bias
+    to separate the documents, because it cannot use their lengths; "" if there is no such cost.
 
-    All layers and heads can share one bias, and each of them reads it twice.
+    All layers and heads can share one bias, but each layer and each head reads it twice.
     """
     kernel, length = KERNELS[config.attention].on(capability), config.max_target_length
     if kernel.documents == 0 or read_documents(config, capability) is not None:

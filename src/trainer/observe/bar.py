@@ -1,4 +1,4 @@
-"""A progress line at the bottom of a terminal, below the lines that remain."""
+"""A progress line that is rewritten at the bottom of a terminal, below the permanent lines."""
 
 from typing import TextIO
 

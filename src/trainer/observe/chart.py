@@ -52,7 +52,7 @@ def _marked(axes: "_Axes", steps: Collection[float], colour: str) -> list[str]:
 
 def histogram(title: str, values: Sequence[Sequence[float]], unit: str, bins: int = 40) -> str:
     """Returns a histogram with one area for each sequence in `values`; "" if all sequences are empty. The numbers must
-    be finite. Numbers above every sequence's 99th percentile are omitted."""
+    be finite. A number is omitted if it exceeds the 99th percentile of every sequence."""
     arrays = [np.asarray(filled, np.float64) for filled in values]
     filled = [array for array in arrays if array.size]
     if not filled:

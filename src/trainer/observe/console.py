@@ -31,7 +31,7 @@ _STYLES = {"bold": "1", "dim": "2", "green": "32", "yellow": "33"}
 
 
 class Console:
-    """Writes a run's progress to `stream` (standard output) and flushes each line.
+    """Writes a run's progress to `stream` (default: standard output) and flushes each line.
 
     On a terminal, a line contains as many fields as fit the width, in colour unless NO_COLOR is set. A bar at the
     bottom shows the newest step, and about LINES step lines remain above. With TERM=dumb there is no bar, and every
@@ -101,7 +101,8 @@ class Console:
                 values = f"loss {row['loss']:.3g} and gradient norm {row['grad_norm']:.3g}"
                 self._warn(f"step {row['step']} has {values}: its update is skipped ({reason})")
         elif row.get("lost_updates", 0) >= _MANY and row["learning_rate"] >= self._peak / 2 and self._warns_of_lost:
-            # The condition excludes the low learning rates of warm-up and decay, which are meant to change little.
+            # Without the condition on the learning rate, warm-up and decay would also cause warnings, although a low
+            # learning rate is meant to change the parameters only a little.
             self._warns_of_lost = False
             self._warn(
                 f"step {row['step']}: {row['lost_updates']:.0%} of the parameters did not change, because their update "

@@ -25,7 +25,7 @@ class EventsWriter(AppendedFile):
     """
 
     def __init__(self, folder: Path, step: int = 0, *, resumes: bool = True, say: Callable[[str], None] = print):
-        """Keeps earlier events of steps below `step`. Removes later events and a truncated last event.
+        """If the file exists, keeps its events of steps below `step`; removes later events and a truncated last one.
 
         `resumes`, `say`: see `MetricsWriter`.
 
@@ -39,7 +39,7 @@ class EventsWriter(AppendedFile):
             path.parent.mkdir(exist_ok=True)
         super().__init__(path, resumes, say)
         with disk_errors(path, resumes):
-            # The file is truncated in place. The records of repeated steps have the same lengths as before, so that a
+            # The file is truncated in place. The new records of repeated steps are as long as the old ones, so a
             # running TensorBoard can continue to read at its offset.
             self._file.truncate(_end(self._path, step))
             if not self._file.seek(0, os.SEEK_END):

@@ -1,8 +1,8 @@
 """goodput.jsonl: how a run spends its time, over all of its processes.
 
 Each line is an event with its time in seconds since 1970. The field names are from ml_goodput_measurement 0.2.3, which
-MaxText uses. The time from an event to the next line is attributed to the event. A killed process writes no
-job_end_time, and the time from its last line to the start of the next process counts as "between processes".
+MaxText uses. The time between two successive events is attributed to the earlier one. A killed process writes no
+job_end_time, and the time from its last event to the start of the next process counts as "between processes".
 """
 
 import contextlib
@@ -27,7 +27,7 @@ _JOB_START, _JOB_END, _STEP_START, _STEP = "job_start_time", "job_end_time", "st
 _EVENT, _EVENT_START, _EVENT_END = (f"custom_badput_event_{what}" for what in ("type", "start_time", "end_time"))
 _TIMES = (_JOB_START, _STEP_START, _EVENT_START, _EVENT_END, _JOB_END)
 _LATEST = 1e12  # the greatest valid time, in seconds since 1970
-# Fields of an event that ends a step: the seconds that the step waited for data or rollouts.
+# Fields of the event that ends a step. They contain the seconds that the step waited for data or rollouts.
 _WAITED = {"data_wait": DATA, "rollouts_wait": ROLLOUTS}
 
 
@@ -42,7 +42,7 @@ class Goodput:
         self.processes = 0
         self._spent = dict.fromkeys(PARTS, 0.0)
         self._first, self._steps = 0, array("d")  # seconds of each step's newest execution, from step `_first` on
-        # The time of the last event, the part that it belongs to, and the part that interrupts this part; "": none.
+        # The time of the last event; the current part; and the part that interrupts the current part ("": none).
         self._at, self._phase, self._nested = 0.0, "", ""
 
     def add(self, event: Mapping[str, Any]) -> None:
@@ -75,12 +75,13 @@ class Goodput:
             self._spent[part] = self._spent.get(part, 0.0) + seconds
 
     def _begin(self, step: int) -> None:
-        """Begins a step. The time of its earlier execution, and of all later steps so far, becomes `REPEATED`."""
+        """Begins a step. If the step was executed before, the time of its earlier execution, and of all recorded steps
+        after it, becomes `REPEATED`."""
         kept = step - self._first
         if 0 <= kept <= len(self._steps):
             self._spent[REPEATED] += sum(self._steps[kept:])
             del self._steps[kept:]
-        else:  # the step does not continue the recorded ones: the train state is another run's
+        else:  # the step does not follow the recorded ones: the train state comes from another run
             self._spent[STEPS] += sum(self._steps)
             self._first, self._steps = step, array("d")
         self._steps.append(0.0)
@@ -142,8 +143,8 @@ class Timeline:
         self._tell("done", self._phase)
 
     def step(self, step: int, **waited: float) -> None:
-        """Begins a step. `waited`: `data_wait` or `rollouts_wait`, the seconds that the previous step waited for
-        data or rollouts."""
+        """Begins a step. `waited`: the seconds that the previous step waited for data (argument `data_wait`) or for
+        rollouts (argument `rollouts_wait`)."""
         self._write({_STEP_START: self._now(), _STEP: step, **waited})
         self._begins(f"step {step}")
 

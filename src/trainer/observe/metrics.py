@@ -34,7 +34,7 @@ class MetricsWriter(AppendedFile):
         resumes: bool = True,
         say: Callable[[str], None] = print,
     ):
-        """Keeps earlier rows with steps below `step`. Removes later rows and a truncated last line.
+        """If the file exists, keeps its rows of steps below `step`, and removes later rows and a truncated last line.
 
         `resumes`, `say`: see `AppendedFile`; `say` gets a line if the file has to be written again.
 
@@ -60,7 +60,7 @@ class TokensSeen:
     """Counts the tokens that contribute to the loss, over all steps of a run, including skipped steps."""
 
     def __init__(self, kept: Iterable[Mapping[str, Any]] = ()):
-        """Starts with the tokens of the rows `kept`. Ignores non-integer values, for example in an edited file."""
+        """Starts with the tokens in the rows `kept`. Ignores non-integer values, for example in an edited file."""
         counts = (row.get("tokens", 0) for row in kept)
         self._count = sum(count for count in counts if isinstance(count, int))
 

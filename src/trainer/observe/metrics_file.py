@@ -1,4 +1,4 @@
-"""The file of the key metrics_file: the rows of metrics.jsonl with MaxText's field names."""
+"""The file that the key metrics_file requests: the rows of metrics.jsonl with MaxText's field names."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -78,8 +78,8 @@ def _given(name: str, value: float | None, scale: float = 1) -> dict[str, float]
 class MetricsFile:
     """The file at the path in the key `metrics_file`.
 
-    A resumed run keeps its rows up to its checkpoint. If an existing file contains the metrics of another run, it is
-    renamed to the first free name of PATH.1, PATH.2, ...
+    A resumed run keeps its rows from before the checkpoint. If an existing file contains the metrics of another run, it
+    is renamed to the first free name of PATH.1, PATH.2, ...
     """
 
     def __init__(self, path: str, run_dir: Path, run_name: str):

@@ -34,7 +34,8 @@ class Profiler:
             say(f"no step is profiled: the run ends at step {config.steps - 1}, before step {self._first}")
 
     def before(self, step: int, finish: Callable[[], None]) -> bool:
-        """Call this before `step` is dispatched. Returns whether a trace starts. `finish()` waits for earlier steps."""
+        """Call this before `step` is dispatched. Returns whether a trace starts. `finish`: a function that waits
+        for the earlier steps."""
         if step != self._first or step >= self._end:
             return False
         import jax
@@ -50,7 +51,8 @@ class Profiler:
         return True
 
     def after(self, step: int, finish: Callable[[], None]) -> bool:
-        """Call this after `step` was dispatched. Returns whether a trace stops. `finish()` waits for the step."""
+        """Call this after `step` was dispatched. Returns whether a trace stops. `finish`: a function that waits
+        for the step."""
         if step != self._last or not self._inside:
             return False
         finish()
@@ -65,7 +67,7 @@ class Profiler:
         if not self._traces:
             return
         jax.profiler.stop_trace()
-        traces = max((self._folder / TRACES).iterdir())  # the newest, because the folders' names are times
+        traces = max((self._folder / TRACES).iterdir())  # the newest folder, because the names are times
         jax.profiler.save_device_memory_profile(str(traces / MEMORY))
         if last is None:
             self._say(f"the profile of the run's last steps is in {traces}")

@@ -34,7 +34,7 @@ class Record:
       goodput: how the run spent its time.
       series: the values of each field of metrics.jsonl.
       step_times: the step times in seconds.
-      sums: the number of tokens that contributed to the loss, and the number of skipped updates.
+      sums: "tokens": the number of tokens that contributed to the loss; "skipped": the number of skipped updates.
     """
 
     def __init__(self, name: str, config: Mapping[str, Any], starts: list[dict[str, Any]]):
@@ -77,12 +77,12 @@ class Record:
             self._evaluations = [newest, *([min(best)] if best else [])]
 
     def is_loss(self, field: str) -> bool:
-        """Returns whether `field` equals the loss in every row, as a term does if it is the loss's only term."""
+        """Returns whether `field` equals the loss in every row, as does a term that is the only one in the loss."""
         counts = [self.series[name].count if name in self.series else 0 for name in (field, "loss")]
         return counts[0] == counts[1] and field not in self._unlike_loss
 
     def facts(self) -> dict[str, str]:
-        """Returns the lines of the run's summary by label."""
+        """Returns the lines of the run's summary: a dict from labels to texts."""
         total = self.config.get("steps")
         done = self._last["step"] + 1 if self._last else 0
         lines = {"updates": f"{done:,}" + (f" of {total:,}" if isinstance(total, int) and total else "")}
@@ -127,7 +127,7 @@ def read_run(folder: Path) -> Record:
 
 
 def begun(folder: Path, rows: Iterable[Mapping[str, Any]]) -> Record:
-    """Returns the record of the run in `folder`. `rows`: the rows of its metrics.jsonl.
+    """Returns the record of the run in `folder`, given `rows`, the rows of the run's metrics.jsonl.
 
     Raises:
       UserError: one of the run's other files is damaged.

@@ -30,7 +30,7 @@ _CHARTS = (
     ("Skipped updates", "skipped", "1: skipped", 1),
     ("Memory", "memory", "peak of the fullest device, GB", 1e-9),
 )
-# Sections for metrics that only some runs have: the section's title, and the suffixes of its fields' names.
+# Sections for metrics that only some runs have: a dict from a section's title to the suffixes of its fields' names.
 _SECTIONS = {
     "Multi-token prediction": ("mtp_loss", "mtp_z_loss", "mtp_acceptance_rate"),
     "Distillation": ("distill_loss", "label_loss", "divergence", "teacher_lm_loss"),
@@ -55,8 +55,8 @@ _PERIODIC = ("grad_norm/", "param_norm/", "update_ratio/")  # written if `parame
 
 _FOLDED = 12  # a section with more charts is folded
 _SAMPLES = 3  # the maximum number of samples
-# The page shows at most this many prompts of a round, best answers of a prompt (and as many worst answers), and
-# characters of a text.
+# The maximum numbers of prompts per round, of best answers per prompt (the same number of worst answers is shown), and
+# of characters per text.
 _PROMPTS, _ANSWERS, _CHARACTERS = 4, 2, 600
 _COMPUTED = "computed from the other keys and the devices"
 
@@ -89,14 +89,15 @@ def report_html(runs: Sequence[Record]) -> str:
 
 
 def _lines(runs: Sequence[Record], field: str) -> list[Line]:
-    """Returns one chart line per run for a field of metrics.jsonl; [] for `skipped` if no run skipped an update."""
+    """Returns one chart line per run for a field of metrics.jsonl; [] if the field is `skipped` and no run skipped an
+    update."""
     if field == "skipped" and not any(run.sums["skipped"] for run in runs):
         return []
     return [Line(run.name, run.series.get(field, Series()), run.resumed_at()) for run in runs]
 
 
 def _grouped(runs: Sequence[Record]) -> dict[str, list[str]]:
-    """Returns the fields that get a chart but are not in `_CHARTS`, grouped by section title."""
+    """Returns a dict from a section's title to the fields that the section charts. Fields in `_CHARTS` are left out."""
     drawn = {field for _, field, *_ in _CHARTS} | set(_NOT_DRAWN)
     names = [name for name in dict.fromkeys(name for run in runs for name in run.series) if name not in drawn]
     periodic = [name for name in names if name.startswith(_PERIODIC)]
@@ -194,14 +195,14 @@ def _rollouts(run: Record, alone: bool) -> str:
 
 
 def _answer(row: Mapping[str, Any]) -> tuple[float, float, str]:
-    """Returns the reward, the advantage and the text of a completion, as HTML."""
+    """Returns the reward and the advantage of a completion, and its text as HTML."""
     reward, advantage = number(row.get("reward")), number(row.get("advantage"))
     cut = ' <span class="unit">(no end)</span>' if row.get("truncated") else ""
     return reward, advantage, _excerpt(row.get("completion")) + cut
 
 
 def _excerpt(value: Any) -> str:
-    """Returns the text `value`, escaped, without the middle if it is long."""
+    """Returns the text `value` as escaped HTML. Leaves out the middle of a long text."""
     text, half = str(value), _CHARACTERS // 2
     return html.escape(visible(text if len(text) <= _CHARACTERS else f"{text[:half]} ... {text[-half:]}"))
 
@@ -250,7 +251,7 @@ def _settings(runs: Sequence[Record], heads: Sequence[str]) -> str:
 
 
 def _list(value: Any) -> list[Any]:
-    """Returns `value` if it is a list. Otherwise, the file was edited manually, and the result is an empty list."""
+    """Returns `value` if it is a list, and [] otherwise, because starts.json may have been edited manually."""
     return value if isinstance(value, list) else []
 
 

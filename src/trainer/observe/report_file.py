@@ -19,7 +19,8 @@ class ReportFile:
 
     The data of the page is kept in memory; only the rollouts are read again from their file.
 
-    A failure to write the page does not end the run. It is reported, unless the previous report had the same reason.
+    A failure to write the page does not end the run. It causes a warning, unless the previous warning had the same
+    reason.
     """
 
     def __init__(
@@ -30,7 +31,7 @@ class ReportFile:
         goodput: Goodput | None = None,
     ):
         """`rows`: the rows of metrics.jsonl for earlier steps. `goodput`: the record of the run's time, which the run
-        updates; None: it is read once from the folder."""
+        updates; if it is None, the record is read once from the folder."""
         self._folder, self._say, self._said = folder, say, ""
         self._next = 0.0
         self._record = self._begun(rows)

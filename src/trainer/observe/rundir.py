@@ -62,8 +62,8 @@ class RunDir(NamedTuple):
 
     @property
     def folder(self) -> Any:
-        """The folder that the user configured, which contains the checkpoints: the bucket's folder if there is a
-        bucket."""
+        """The run's folder in the configured base_output_directory, which contains the checkpoints: `remote` for a run
+        in a bucket, otherwise `path`."""
         return self.path if self.remote is None else self.remote
 
     def upload(self) -> None:

@@ -124,8 +124,8 @@ def _in_use(path: Any, say: Callable[[str], None]) -> bool:
 
 
 def runs_to_resume(base_output_directory: str, run_name: str) -> list[Any]:
-    """Returns the folders of runs that a command with these keys may resume, the newest first. The folder of a given
-    name need not exist.
+    """Returns the folders of runs that a command with these keys may resume, the newest first. If `run_name` is given,
+    returns only its folder, which need not exist.
 
     Raises:
       UserError: the name is outside `base_output_directory`.
@@ -170,8 +170,8 @@ def _taken(path: Any, say: Callable[[str], None]) -> RunDir | None:
 
 def _unfinished(base: Any, config_yml: str, say: Callable[[str], None]) -> RunDir | None:
     for _, path in sorted(_numbers(base), reverse=True):
-        # The run is checked before it is taken, so that this process does not lock out processes of other runs, and
-        # again under the lease.
+        # Checks the run before taking its lease, because the lease of a run that does not fit would lock out a process
+        # that resumes that run. Checks again under the lease, because the run may have changed.
         if _fits(path, config_yml) and (run := _taken(path, say)):
             if _fits(path, config_yml):
                 if (path / CONFIG_FILE).exists():
@@ -211,8 +211,8 @@ def _name(number: int) -> str:
 
 
 def _place_of(base: Any, run_name: str, resumes: bool) -> Any:
-    """Returns the folder of the run `run_name`. Raises UserError if the name is invalid or the run there cannot be
-    resumed."""
+    """Returns the folder of the run `run_name`. Raises UserError if the name is invalid or the run in this folder
+    cannot be resumed."""
     path = base / run_name
     if os.path.isabs(run_name) or os.path.normpath(run_name).split(os.sep)[0] in (".", ".."):
         raise UserError(

@@ -102,8 +102,8 @@ class Series:
 
 
 def number(value: Any) -> float:
-    """Returns a row's value as a float. Of a list, which has one number per layer, for example, returns the largest
-    finite number.
+    """Returns a row's value as a float. If the value is a list (such as one number per layer), returns the largest
+    finite number in it.
 
     Returns NaN for anything else, so that a manually edited file can still be drawn.
     """

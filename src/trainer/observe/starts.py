@@ -1,4 +1,4 @@
-"""starts.json: an entry for each start of a run, which describes how it began. Only the report reads this file."""
+"""The file starts.json, in which one entry describes each start of a run. Only the report reads this file."""
 
 import json
 from collections.abc import Mapping

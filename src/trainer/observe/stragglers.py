@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-# A process is late if its host time exceeds the median by `_SHARE` of a step in `_PERIODS` consecutive periods.
+# A process is late if, in `_PERIODS` consecutive periods, its mean host time exceeds the median of all processes by
+# more than the share `_SHARE` of a step's time.
 _SHARE, _PERIODS = 0.1, 5
 _BUSY = 0.9  # host time counts only in a step of which it takes more than this share
 
@@ -35,7 +36,7 @@ class Stragglers:
         self._period, self._hosts, self._gather_later, self._say = period, hosts, gather_later, say
         self._times: list[tuple[float, float, float]] = []
         self._gathered: Callable[[], Any] | None = None
-        self._late = np.zeros(len(hosts), int)  # of each process: consecutive periods above the limit
+        self._late = np.zeros(len(hosts), int)  # for each process, the number of consecutive periods above the limit
 
     def add(self, step: int, own: float, waited: float, elapsed: float) -> None:
         """Adds the times of a step in seconds: the host time `own`, its part `waited` that was spent waiting for data,
@@ -52,7 +53,7 @@ class Stragglers:
     def late(self, means: Any) -> list[str]:
         """Returns a line for each process that has just become late.
 
-        `means`: [processes, 3], each process's means over a period of the three times that `add` gets.
+        `means`: [processes, 3], for each process, the means over a period of the three times that are given to `add`.
         """
         own, waited, elapsed = np.asarray(means).T
         middle, step = np.median(own), np.median(elapsed)

@@ -50,8 +50,8 @@ class Field(NamedTuple):
 
 
 def fit(fields: Sequence[Field], width: int, gap: str = "  ") -> list[Field]:
-    """Omits fields until the others, joined by `gap`, fit in `width` characters or can no longer be omitted. Returns
-    the others in order."""
+    """Omits fields until the remaining fields, joined by `gap`, fit in `width` characters, or none of them may be
+    omitted. Returns the remaining fields in order."""
     kept = list(fields)
     while len(gap.join(field.text for field in kept)) > width:
         last = max(kept, key=lambda field: field.drop)

@@ -40,8 +40,8 @@ class Mask(NamedTuple):
         """Returns a mask for chunked attention: with `window` = `size`, a query sees only keys in its chunk of its
         document.
 
-        The even chunks of a document become one segment, and the odd chunks another. Within a segment, the window
-        separates the chunks.
+        The even chunks of a document become one segment, and the odd chunks another. The window separates the chunks of
+        one segment, which are at least `size` positions apart.
         """
 
         def halves(segment: jax.Array, position: jax.Array) -> jax.Array:
@@ -133,7 +133,7 @@ def attend(
 
 
 def scale_of(scale: float | None, width: int) -> float:
-    """Returns the factor on the dot products of queries and keys of `width` entries."""
+    """Returns the factor on the dot products of queries and keys: `scale`, or 1 / sqrt(`width`) if `scale` is None."""
     return width**-0.5 if scale is None else scale
 
 

@@ -17,7 +17,7 @@ from trainer.ops.dropout import attention_keep
 
 
 class _Static(NamedTuple):
-    """Static parameters. Block i reads the keys from index i * stride to i * stride + reach."""
+    """Static parameters. Query block i reads `reach` keys, from index i * `stride` on."""
 
     stride: int
     reach: int
@@ -30,7 +30,7 @@ class _Static(NamedTuple):
 
 
 class _Context(NamedTuple):
-    """Inputs that have no gradient. Arrays of the queries are divided into n blocks. Arrays of the keys are [b, s]."""
+    """Inputs that have no gradient. The queries' arrays are divided into n blocks; the keys' arrays are [b, s]."""
 
     query_index: jax.Array  # [n, t], index within the row
     query_position: jax.Array  # [n, b, t]
@@ -57,9 +57,9 @@ def blockwise_attention(
 ) -> jax.Array:
     """Computes `dot_product_attention`, one block of queries at a time, with scores [b, h, block, s].
 
-    With a window, both passes read, for each block, only the block + window - 1 keys that it can see. This requires
-    that query i and key i are the same token, and that positions grow by one along a segment. Dropout draws the same
-    masks as `dot_product_attention`.
+    With a window, both passes read, for each block, only the block + window - 1 keys that its queries can see. A window
+    therefore requires that query i and key i are the same token, and that positions grow by one along a segment.
+    Dropout draws the same masks as `dot_product_attention`.
     """
     rows, length = query.shape[:2]
     block = min(block, length)
@@ -96,7 +96,7 @@ def blockwise_attention(
 
 
 def _part(static: _Static, x: jax.Array, i: jax.Array, axis: int = 1) -> jax.Array:
-    """Returns the slice of `x` that block i reads."""
+    """Returns the slice of the keys' array `x` that query block i reads."""
     return jax.lax.dynamic_slice_in_dim(x, i * static.stride, static.reach, axis) if static.stride else x
 
 
@@ -118,7 +118,7 @@ def _one_block(
     )
     keep = None
     if context.dropout_key is not None and context.row is not None:
-        # The mask is drawn for all keys of the row, as in the reference op, even with a window.
+        # Draws the dropout mask for all keys of the row, as the reference op does, even with a window.
         keep = attention_keep(
             context.dropout_key, context.row, context.query_index[i], query.shape[2], static.length, static.rate
         )

@@ -28,10 +28,10 @@ def cudnn_attention(
 
     The kernel applies the causal mask and the window by index in the row, not by the positions of `mask`: query i and
     key i must be the same token, and positions must grow by one along a segment. If `mask.documents` is given and the
-    kernel can address the documents, they define the segments, and results of padding are undefined, but finite.
-    Otherwise, the segments become a bias on the scores: b t s bfloat16 numbers (128 MB per row of 8192 tokens), in the
-    forward and in the backward pass. All heads share one bias, so it has 1 / h of the score matrix's entries, and the
-    compiler may share it between layers.
+    kernel can address the documents, the documents define the segments, and the results of padding tokens are
+    undefined, but finite. Otherwise, the segments become a bias on the scores: b t s bfloat16 numbers (128 MB per row
+    of 8192 tokens), in the forward and in the backward pass. All heads share one bias, so it has 1 / h of the score
+    matrix's entries, and the compiler may share it between layers.
 
     The residuals have the checkpoint name "context" (`jax.ad_checkpoint.checkpoint_name`), so the forward kernel is not
     rerun if the rematerialization policy saves "context". `implementation="xla"` computes the same function on any
@@ -50,8 +50,8 @@ def cudnn_attention(
     elif not documents.shape[1]:
         documents = None
     if implementation == "cudnn":
-        # The number that JAX uses here: finite, and small enough in magnitude that the kernel's difference of two such
-        # numbers cannot overflow.
+        # The number that JAX, too, adds to masked scores: finite, and small enough in magnitude that the difference of
+        # two of these numbers, which the kernel computes, cannot overflow.
         bias = None if same_segment is None else jnp.where(same_segment, 0, -(2.0**41)).astype(query.dtype)
         return fused_attention(Fused(scale, window), query, key, value, bias, documents)
     if documents is not None and documents.shape[1] == 1:

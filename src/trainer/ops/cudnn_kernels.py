@@ -1,8 +1,8 @@
 """cuDNN's attention kernels: forward, and backward from the forward kernel's residuals.
 
 `jax.nn.dot_product_attention` calls the same kernels, but it gives their residuals no checkpoint name, so no
-rematerialization policy can save the residuals. It also always computes the gradient of the bias. This file therefore
-calls JAX's private primitives directly. No other file uses them (docs/decisions/0035-cudnn-kernels.md).
+rematerialization policy can save the residuals. That function also always computes the gradient of the bias. This file
+therefore calls JAX's private primitives directly. No other file uses them (docs/decisions/0035-cudnn-kernels.md).
 """
 
 import functools
@@ -36,9 +36,9 @@ def fused_attention(
     """Computes attention with a causal mask by index in the row: [b, t, h, d]. Differentiable in reverse mode only.
 
     `bias`, bfloat16 [b, 1, t, s], is added to the scores, and gets no gradient. `documents`: int32 [b, n], see
-    `ops.documents`; n > 0. With n = 1, results of padding are zero. The residuals of the backward pass are the result
-    and the softmax statistics. They have the checkpoint name "context". With n documents, the statistics are float32
-    [b n, h, t], because cuDNN stores a row of statistics per document.
+    `ops.documents`; n > 0. With n = 1, the results of padding tokens are zero. The residuals of the backward pass are
+    the result and the softmax statistics. They have the checkpoint name "context". With n documents, the statistics are
+    float32 [b n, h, t], because cuDNN stores a row of statistics per document.
     """
     (out,) = _by_rows(functools.partial(_forward_kernel, how, False))(query, key, value, bias, documents)
     return out
@@ -103,7 +103,7 @@ def _backward_kernel(
 def _call(
     how: Fused, query: jax.Array, key: jax.Array, bias: jax.Array | None, documents: jax.Array | None
 ) -> tuple[list[jax.Array], dict[str, Any]]:
-    """Returns the operands and parameters that both primitives share."""
+    """Returns the operands and the parameters that the forward and the backward primitive have in common."""
     jaxs = _jaxs()
     absent = jnp.zeros(0, jnp.bfloat16)
     parameters = {

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 
 class Chunks(NamedTuple):
-    """For all chunks, the terms of the rule that do not depend on the memory at the chunk's start.
+    """The terms of the rule that do not depend on the memory at the start of a chunk, for all chunks.
 
     Attributes:
       query, key: [b, n, h, c, k].
@@ -106,7 +106,8 @@ def _chunks(
     before_bn = jnp.pad(document_bnc[:, :-1, -1], ((0, 0), (1, 0)))
     carried = (document_bnc == before_bn[..., None])[:, :, None]
     since = jnp.where(carried, jnp.exp(jnp.cumsum(decay, axis=-1)), 0)
-    # Each token's correction depends on those of earlier tokens: a unit triangular system (section 3.3 of the paper).
+    # The correction of a token depends on the corrections of earlier tokens, so all corrections of a chunk solve a unit
+    # triangular system (section 3.3 of the paper).
     system = jnp.einsum("bnhik,bnhjk->bnhij", key * beta[..., None], key) * between
     inverse = _unit_inverse(jnp.tril(system, -1)) * beta[..., None, :]
     return Chunks(query, key, inverse @ value, inverse @ (since[..., None] * key), between, since)

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 
 
 def lengths(segment_bt: jax.Array, most: int) -> jax.Array:
-    """Returns the lengths of the documents of rows with at most `most` documents. Segments are 1, 2, ..., and 0 for
-    padding. With `most` = 1, a row of only padding gets a document of one token, because kernels require a document."""
+    """Returns the lengths of documents (see the module's docstring) from the segments of rows with at most `most`
+    documents each. Segments are numbered from 1, and 0 is padding. n is `most` if `most` is 0 or 1, else `most` + 1.
+    With `most` = 1, a row of only padding gets a document of one token, because kernels require a document."""
     if not most:
         return jnp.zeros((len(segment_bt), 0), jnp.int32)
     found = (segment_bt[:, :, None] == jnp.arange(1, most + 1)).sum(axis=1, dtype=jnp.int32)
@@ -29,8 +30,8 @@ def part_of_token(length_bn: jax.Array, tokens: int) -> jax.Array:
 
 def packed(length_bn: jax.Array, tokens: int) -> tuple[jax.Array, jax.Array]:
     """Returns two arrays about the non-empty documents of all rows, in order: their lengths, [b n], padded with zeros;
-    and the indices of their first tokens, [b n + b], padded with the number of all tokens. These indices count the
-    tokens of all rows, which have `tokens` tokens each.
+    and the indices of their first tokens, [b n + b], padded with the number of all tokens. The indices count through
+    all rows, each of which has `tokens` tokens.
     """
     rows, most = length_bn.shape
     first_bn = jnp.cumsum(length_bn, axis=1) - length_bn + tokens * jnp.arange(rows)[:, None]

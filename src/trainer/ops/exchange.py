@@ -41,14 +41,14 @@ class Spread(NamedTuple):
 
 
 def round_size(choices: int, devices: int, buffer: float) -> int:
-    """Returns c: `buffer` times an equal share of a device's choices; with `buffer` = -1 all choices, so one round
-    suffices."""
+    """Returns c: `buffer` times `choices` / `devices`, rounded up, but at most `choices`. If `buffer` is -1, c is
+    `choices`, so that one round suffices."""
     return choices if buffer < 0 else min(choices, math.ceil(buffer * choices / devices))
 
 
 def on_owners(apply: Apply, spread: Spread) -> Apply:
-    """Wraps `apply`, which runs the device's experts, for rows of all experts, [e, n, w]: sends each expert's rows to
-    the expert's device, and the results back."""
+    """Returns a function that runs all experts on rows [e, n, w]. It sends each expert's rows to the expert's device,
+    runs `apply` there, which runs the device's experts, and sends the results back."""
 
     def everywhere(rows: jax.Array, sizes: jax.Array | None) -> jax.Array:
         assert sizes is None
@@ -79,8 +79,7 @@ class _Plan(NamedTuple):
     """The choices that devices exchange.
 
     Attributes:
-      start_d, count_d: for each device, the index of the first and the number of this device's choices that are sent to
-        it.
+      start_d, count_d: this device sends to device i the count_d[i] choices from index start_d[i] on.
       arriving_dl: the number of choices that each device sends to each expert of this device.
       rounds: the number of rounds, the same on all peers.
     """
@@ -104,8 +103,8 @@ def _plan(size_e: jax.Array, spread: Spread, choices: int) -> _Plan:
 def _rounds(
     apply: Experts, spread: Spread, kernels: Any, x_mw: jax.Array, weight_m: jax.Array, plan: _Plan
 ) -> jax.Array:
-    """Returns the weighted results of choices that are sorted by expert, [m, w]. The backward pass is written by hand,
-    because JAX cannot differentiate a loop with a data-dependent number of rounds."""
+    """Returns the weighted results, [m, w], of the choices `x_mw`, which are sorted by expert. The backward pass is
+    written by hand, because JAX cannot differentiate a loop with a data-dependent number of rounds."""
 
     def body(at: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         number, out_mw = at
@@ -152,7 +151,7 @@ def _round(plan: _Plan, number: jax.Array, spread: Spread, choices: int) -> tupl
     """Returns the indices of the choices that this device sends in a round, [d, c], and the number of choices that
     arrive from each device for each expert of this device, [d, l].
 
-    Empty slots have distinct indices past the last choice."""
+    Slots that remain empty have distinct indices past the last choice."""
     size = round_size(choices, spread.devices, spread.buffer)
     begin = number * size
     slot_c = begin + jnp.arange(size)
@@ -175,8 +174,11 @@ def _put(x: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
 def _there_and_back(
     apply: Experts, spread: Spread, kernels: Any, x_dcw: jax.Array, weight_dc: jax.Array, size_dl: jax.Array
 ) -> jax.Array:
-    """Returns the weighted results of the choices `x_dcw`, which are sent to d devices. Of the slots that arrive from
-    device i, the first size_dl[i, 0] are for this device's first expert, and so on; the last slots are empty."""
+    """Sends the choices `x_dcw` to the devices of their experts, runs the experts there, and returns the weighted
+    results, which are sent back: [d, c, w].
+
+    Of the slots that arrive from device i, the first size_dl[i, 0] are for this device's first expert, and so on; the
+    last slots are empty."""
     swap = functools.partial(jax.lax.all_to_all, axis_name=spread.axes, split_axis=0, concat_axis=0, tiled=True)
     x_dcw, weight_dc = swap(x_dcw), swap(weight_dc)
     place_c = jnp.arange(x_dcw.shape[1])

@@ -1,10 +1,10 @@
 """Three ways to dispatch tokens to their experts and to combine the results.
 
 The three functions are `dropless`, `every_expert` and `within_capacity`. Each takes x_btw, its routing, and `apply`,
-which runs the experts. It returns for each token the weighted sum of its experts' results, float32 [b, t, w]. Shapes: b
-rows, t tokens, w width, e experts, k chosen experts per token, c slots per expert. `apply(rows, sizes)` returns an
-array with the shape of `rows`. If `sizes` is None, rows are [e, n, w]. Otherwise, rows are [n, w], sorted by expert,
-and `sizes`, int32 [e], contains the number of rows for each expert.
+which runs the experts. The result is a `Dispatched`, which contains the weighted sum of the experts' results for each
+token. Shapes: b rows, t tokens, w width, e experts, k chosen experts per token, c slots per expert. `apply(rows,
+sizes)` returns an array with the shape of `rows`. If `sizes` is None, rows are [e, n, w]. Otherwise, rows are [n, w],
+sorted by expert, and `sizes`, int32 [e], contains the number of rows for each expert.
 """
 
 import math
@@ -52,8 +52,8 @@ def weighing_inputs(dispatch: Callable[..., Dispatched]) -> Callable[..., Dispat
 
 
 def by_expert(x_btw: jax.Array, routing: Routing, experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the n = b t k choices sorted by expert: tokens [n, w]; the order [n], as indices into the flattened
-    [b, t, k]; and the number of choices for each expert, int32 [e]."""
+    """Returns the n = b t k choices sorted by expert: their tokens [n, w]; their order [n], as indices into the
+    flattened [b, t, k]; and the number of choices for each expert, int32 [e]."""
     expert_n = routing.expert.reshape(-1)
     order = jnp.argsort(expert_n)  # stable
     size_e = jnp.zeros(experts, jnp.int32).at[expert_n].add(1)
@@ -88,7 +88,7 @@ def _weighted(out_btkw: jax.Array, weight_btk: jax.Array) -> jax.Array:
 
 
 def every_expert(x_btw: jax.Array, routing: Routing, apply: Apply, experts: int) -> Dispatched:
-    """Runs all experts on all tokens. This is the reference for the other two."""
+    """Runs all experts on all tokens. This is the reference for the other two functions."""
     rows, length, width = x_btw.shape
     one_hot = jax.nn.one_hot(routing.expert, experts, dtype=jnp.float32)
     weight_bte = jnp.einsum("btke,btk->bte", one_hot, routing.weight)

@@ -93,7 +93,7 @@ def _block(
     largest = scores.max(axis=-1, keepdims=True)
     sink = None if sinks is None else sinks.astype(jnp.float32).reshape(kv_heads, -1, 1, 1)
     largest = largest if sink is None else jnp.maximum(largest, sink)
-    largest = jax.lax.stop_gradient(largest)  # needs no gradient: the result does not depend on it
+    largest = jax.lax.stop_gradient(largest)  # no gradient, because the result does not depend on this maximum
     weights = jnp.where(seen, jnp.exp(scores - largest), 0)
     weights = weights.reshape(*weights.shape[:-1], tiles, TILE)
     values = value.reshape(rows, tiles, TILE, kv_heads, -1)

@@ -14,9 +14,9 @@ def cross_entropy(logits_btv: jax.Array, target_bt: jax.Array, mean: bool = Fals
     with a uniform target distribution.
 
     Computed in float32 without materializing float32 logits. The backward pass recomputes the softmax from log Z and
-    the logits in their original dtype. The logits of the targets (less than v) are selected by comparison, which the
-    compiler fuses into the surrounding sums; a gather would need the float32 logits in memory. Differentiable in
-    reverse mode only.
+    the logits in their original dtype. The logits of the targets, which must be less than the vocabulary's size v, are
+    selected by comparison, which the compiler fuses into the surrounding sums; a gather would need the float32 logits
+    in memory. Differentiable in reverse mode only.
     """
     logits = logits_btv.astype(jnp.float32)
     log_z = jax.nn.logsumexp(logits, axis=-1)

@@ -52,7 +52,8 @@ class Ring(NamedTuple):
         return jax.lax.axis_size(self.axes) if self.axes else 1
 
     def source(self, step: int | jax.Array) -> jax.Array | int:
-        """Returns the device whose keys this device has in step `step` of the ring. In step 0, it is this device."""
+        """Returns the index of the device whose keys this device has in step `step` of the ring: in step 0, its own
+        index."""
         return (jax.lax.axis_index(self.axes) - step) % self.devices if self.axes else 0
 
     def passed_on(self, arrays: Any) -> Any:
@@ -258,7 +259,8 @@ def _over_keys(
     ring: Ring, tile: Callable[..., Any], carry: Any, queries: _Queries, keys: _Keys, of_keys: Any = None
 ) -> tuple[Any, Any]:
     """Returns `carry` and `of_keys` [m, ...] after `carry, of_keys[j] = tile(carry, of_keys[j], seen, keys, at)` for
-    each block j of keys in which a query sees a key. `at`: the index of block j's first key on its device."""
+    each block j of keys in which a query sees a key. `seen`: for each query and each key of block j, whether the query
+    sees the key. `at`: the index of block j's first key among the keys of a device."""
 
     def one(carry: Any, xs: Any) -> tuple[Any, Any]:
         index, keys, own = xs

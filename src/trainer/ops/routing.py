@@ -44,8 +44,8 @@ def sigmoid_of_chosen(logits: jax.Array, chosen: int) -> Routing:
 def _probability(logits: jax.Array, expert: jax.Array) -> jax.Array:
     """Returns the probabilities of the experts in `expert` [..., k], by a softmax over all experts.
 
-    With exp(logit - log Z), forward passes with and without gradients would have different bits: jaxlib 0.12 adds 8 or
-    fewer exponentials in another order if only the sum uses them (docs/decisions/0028).
+    If this function computed exp(logit - log Z), forward passes with and without gradients would have different bits:
+    jaxlib 0.12 adds 8 or fewer exponentials in another order if they are used only for the sum (docs/decisions/0028).
     """
     return jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), expert, axis=-1)
 
@@ -133,8 +133,8 @@ def weight_of_each(routing: Routing, experts: int) -> jax.Array:
 
 def load_balance(logits_bte: jax.Array, expert_btk: jax.Array, real_bt: jax.Array) -> jax.Array:
     """Returns the load-balance loss of each row, [b], over real tokens: e times the sum over experts of (the share of
-    tokens that chose the expert x its mean probability) (Fedus et al. 2021, arXiv:2101.03961); 0 for a row without real
-    tokens.
+    tokens that chose the expert x the expert's mean probability) (Fedus et al. 2021, arXiv:2101.03961); 0 for a row
+    without real tokens.
 
     For sigmoid scores, pass log_sigmoid(logits) as the logits: the softmax of these is the scores divided by their sum
     (DeepSeek-V3, arXiv:2412.19437, equation 19). As in MaxText, the shares sum to k: the loss is k if experts are

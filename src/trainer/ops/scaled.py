@@ -11,7 +11,7 @@ class Scaled(NamedTuple):
     """An array stored as 8-bit values and their scales. The dequantized array has the scale's dtype."""
 
     value: jax.Array
-    scale: jax.Array  # size 1 along the axes that share a scale
+    scale: jax.Array  # size 1 along the axes whose entries share a scale
 
     def array(self) -> jax.Array:
         """Returns the dequantized array."""
@@ -28,6 +28,6 @@ def scaled(array: jax.Array, dtype: jnp.dtype, axes: Sequence[int]) -> Scaled:
     largest = jnp.abs(array).max(axis=tuple(axes), keepdims=True).astype(jnp.float32)
     scale = (largest / most).astype(array.dtype)
     units = array.astype(jnp.float32) / jnp.where(scale == 0, 1, scale).astype(jnp.float32)
-    # Values may exceed the range if the scale was rounded down, and a cast to fp8 would make these NaN.
+    # Values may exceed the range if the scale was rounded down, and a cast to fp8 would turn these values into NaN.
     units = jnp.clip(jnp.rint(units) if integer else units, -most, most)
     return Scaled(units.astype(dtype), scale)

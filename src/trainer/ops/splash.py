@@ -33,8 +33,9 @@ def splash_attention(
     (`jax.ad_checkpoint.checkpoint_name`), so the kernel is not rerun if the rematerialization policy saves "context".
     The tile sizes `tiles` are adapted to the length. `interpret` runs the kernel on any platform, slowly.
 
-    `among`, inside `sharding.shard_mapped`: the mesh axes over which a row's queries are split, and the row's token
-    order (`ops.order`; "" if unchanged). Keys and values are given for the whole row, in this order.
+    `among` is for calls inside `sharding.shard_mapped`: a pair of the mesh axes over which a row's queries are split,
+    and the name of the order of the row's tokens (`ops.order`; "" for the original order). In these calls, keys and
+    values are those of the whole row, in the same order.
 
     Raises:
       ValueError: dropout is given, a row's queries and keys have different lengths, or the length is not a multiple

@@ -57,7 +57,8 @@ def averaging(config: Config) -> Rule:
 
 
 def averaged(tree: Any) -> Any:
-    """Returns the parameters to evaluate, in their dtypes: the averages where the optimizer state contains them."""
+    """Returns the parameters to evaluate, in their dtypes: the average of each parameter whose average is in the
+    optimizer state, and all other parameters unchanged."""
     rules = tree.opt_state.rules if isinstance(tree.opt_state, WithRules) else {}
     if NAME not in rules:
         return tree.params

@@ -11,8 +11,8 @@ from trainer.sharding import STACKED as OF_STACKS
 
 # Axes that stack independent matrices: layers, and projections fused into one array.
 STACKED = frozenset((*OF_STACKS, "qkv", "num_activations"))
-# As the first axis that is not in STACKED, this axis stacks independent matrices, too; after another axis, it is a
-# router's output axis.
+# The axis of experts. If it is the first axis outside of STACKED, it stacks independent matrices, too; otherwise, it is
+# a router's output axis.
 EXPERTS = "exp"
 # Adjacent axes of this set form one side: [heads, head_dim] is the flattened output of a projection.
 HEADS = frozenset(("heads", "q_heads", "kv_heads", "kv", "kv_head_dim", "head_dim"))

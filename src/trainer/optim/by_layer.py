@@ -35,7 +35,8 @@ def by_layer(tx: optax.GradientTransformation, param_axes: Any) -> optax.Gradien
         return fn(grads, state, params)
 
     def maps(params: Any) -> Iterator[tuple[Any, Any]]:
-        """Yields trees of `jax.vmap` axes for parameters and state, one pair for each leading axis of each stack."""
+        """Yields pairs of trees of `jax.vmap` axes, for the parameters and for the state: 0 at the leaves to map, None
+        at the others. There is one pair for each leading axis; stacks with the same leading sizes share their pairs."""
         layers = {name: leaf.shape[: stacked[name]] for name, leaf in by_name(params).items() if name in stacked}
 
         def single(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:

@@ -36,9 +36,9 @@ def factors(config: Config, names: Sequence[str]) -> dict[str, float]:
 
 
 def in_groups(tx: optax.GradientTransformation, factor_of: dict[str, float]) -> optax.GradientTransformation:
-    """Returns `tx` with each update multiplied by the factor of its parameter. The state is that of `tx`.
+    """Returns `tx` with each update multiplied by the factor of its parameter. The state is the state of `tx`.
 
-    For an optimizer whose last stage multiplies by the learning rate, this scales the learning rate.
+    If the last stage of `tx` multiplies by the learning rate, the factors scale the learning rate.
     """
     if not factor_of:
         return tx

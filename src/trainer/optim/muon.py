@@ -59,8 +59,8 @@ def dimension_numbers(param_axes: Any) -> Any:
 
 
 def bias_corrected_nesterov(beta: float, dtype: Any) -> optax.GradientTransformation:
-    """Returns the transformation of gradients to the bias-corrected average that they would have after one more step
-    with the current gradient (Nesterov momentum)."""
+    """Returns the transformation that replaces each gradient by the bias-corrected moving average of gradients, as it
+    would be after one more step with the current gradient (Nesterov momentum)."""
 
     def init(params: Any) -> optax.EmaState:
         return optax.EmaState(jnp.zeros((), jnp.int32), optax.tree.zeros_like(params, dtype=dtype))

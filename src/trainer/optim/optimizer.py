@@ -92,8 +92,8 @@ def _check_masks(config: Config, param_axes: Any) -> None:
 def decayed(config: Config, param_axes: Any) -> Mask:
     """Returns a function that maps the tree of params to a tree of bools: True for parameters with weight decay.
 
-    If `adamw_mask` is None, the matrices decay, which are identified by their logical axes (`optim.axes`). Otherwise,
-    the parameters decay that no pattern of `adamw_mask` matches.
+    If `adamw_mask` is None, the matrices decay; the logical axes of a parameter determine whether it is a matrix
+    (`optim.axes`). Otherwise, all parameters decay except those that match a pattern of `adamw_mask`.
     """
     if config.adamw_mask is None:
         decays = {name: is_matrix(axes) for name, axes in by_name(param_axes).items()}

@@ -42,8 +42,9 @@ def _sent_as_bfloat16(grad: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 
 def _sent_as_int8(grad: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Returns `grad` all-gathered, each row (the last axis) rounded to multiples of 1/127 of its largest magnitude."""
-    if grad.ndim == 1:  # one number per island
+    """Returns `grad` all-gathered. Each row (along the last axis) is rounded to multiples of 1/127 of the largest
+    magnitude in the row."""
+    if grad.ndim == 1:  # one number per island, which is not rounded
         return grad
     largest = jnp.max(jnp.abs(grad), -1, keepdims=True)
     scale = jnp.where(largest == 0, 1, largest) / 127  # a NaN in a row makes the whole row NaN

@@ -33,8 +33,8 @@ def qk_clip(config: Config, param_axes: Any, layers: Mapping[str, Clipped]) -> R
       layers: see `models.clipped.clipped_layers`.
 
     Raises:
-      UserError: some, but not all, of the weights that eta scales in a layer are frozen; or such weights are frozen in
-        all layers.
+      UserError: some, but not all, of the weights that eta scales in a layer are frozen; or all weights that eta scales
+        are frozen, in all layers.
     """
     stating, layers = set(layers), _not_frozen(config, param_axes, layers)
     tau, interval = config.qk_clip_threshold, config.qk_clip_interval
@@ -139,7 +139,7 @@ def _not_frozen(config: Config, param_axes: Any, layers: Mapping[str, Clipped]) 
 
 
 def _flags(is_trained: Any, factors: Any, path: str) -> dict[str, bool]:
-    """Returns, by name, whether each parameter that has a factor is trained."""
+    """Returns a dict from the name of each parameter that has a factor to whether the parameter is trained."""
     if isinstance(factors, dict):
         return {
             name: trained

@@ -28,7 +28,8 @@ def applied(config: Config, params: Any, updates: Any, step: jax.Array) -> Any:
             return (param + update).astype(param.dtype)
         total = param.astype(jnp.float32) + update
         own = jax.random.fold_in(key, jnp.uint32(zlib.crc32(name_of(path).encode())))
-        # A float32's upper half is the bfloat16 rounded towards zero. Noise in the lower half may carry into the upper.
+        # The upper 16 bits of a float32 are the number rounded towards zero to bfloat16. Noise that is added to the
+        # lower 16 bits may carry into the upper bits.
         noise = jax.random.bits(own, param.shape, jnp.uint16).astype(jnp.uint32)
         upper = (jax.lax.bitcast_convert_type(total, jnp.uint32) + noise) >> 16
         rounded = jax.lax.bitcast_convert_type(upper.astype(jnp.uint16), jnp.bfloat16)

@@ -18,7 +18,7 @@ _COUNT, _BIAS = "tokens_per_expert", "gate/bias"
 
 
 def router_bias(config: Config, rest: Any) -> Rule:
-    """Returns the rule that adjusts every expert's bias to bring its load closer to the mean load.
+    """Returns the rule that adjusts every expert's bias to bring the expert's load closer to the mean load.
 
     In each accepted step, the rule adds `routed_bias_update_rate` times the sign of (mean load - load) to each expert's
     bias. The load is the number of tokens in the whole batch that chose the expert. The rule has no state, because the

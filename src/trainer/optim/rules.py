@@ -30,14 +30,14 @@ class Rule(NamedTuple):
         like `params`.
       update: `update(state, old, new, sown) -> (state, new)`, where `old` is the TrainTree before the step, and `new`
         is the TrainTree after the optimizer and the previous rules. `update` may replace `new.params` and `new.rest`.
-      sown: the types of sown values (`layers.sown`) that the rule reads. The argument `sown` of `update` maps the name
-        of each type to its values for the whole batch, by path.
+      sown: the types of sown values (`layers.sown`) that the rule reads. The argument `sown` of `update` is a dict from
+        the name of each type to a dict from the path of each sown value to the value for the whole batch.
       metrics: `metrics(state)` returns the metrics of a step by name, from the rule's state after the step. A skipped
         step leaves the state unchanged.
-      observe: `observe(state, seen) -> (state, reasons)`, called before `update`. `reasons` are bools [] by name. If
-        any reason is true, the step is skipped: nothing but the step count changes, not even a rule's state. Each
-        reason is also a metric of the step, 0 or 1. None: the rule never skips a step.
-      due: `due(step)` returns whether the rule reads its sown values in a step, a bool []; `step` is the step count,
+      observe: `observe(state, seen) -> (state, reasons)`, called before `update`. `reasons` is a dict from the names of
+        reasons to bools []. If any reason is true, the step is skipped: nothing but the step count changes, not even a
+        rule's state. Each reason is also a metric of the step, 0 or 1. None: the rule never skips a step.
+      due: `due(step)` returns a bool []: whether the rule reads its sown values in the step with the count `step`,
         int32 []. None: the rule reads them in every step. `update` is called in every step, but the sown values may be
         meaningless in a step for which `due` returns False.
     """
@@ -89,7 +89,8 @@ def any_due(rules: Sequence[Rule], step: jax.Array) -> jax.Array | None:
 
 
 def observed(rules: Sequence[Rule], tree: Any, seen: Seen) -> tuple[Any, dict[str, jax.Array]]:
-    """Returns `tree` with the rules' state after `observe`, and their reasons to skip the step, bools [] by name."""
+    """Returns `tree` with the rules' state after `observe`, and the rules' reasons to skip the step: a dict from the
+    name of a reason to a bool []."""
     reasons: dict[str, jax.Array] = {}
     for rule in rules:
         if rule.observe is not None:

@@ -1,4 +1,5 @@
-"""A plan's answer as text and as JSON: the best configurations, the command that trains, and why the others lost.
+"""A plan's answer as text and as JSON: the best configurations, the command that trains the best of them, and why the
+others lost.
 
 Every figure of a candidate is in the candidate's row of the journal, or is a ratio of two such figures.
 """
@@ -68,9 +69,10 @@ def answer_json(search: Search, space: Space, words: Sequence[str], larger: Larg
 def command(search: Search, words: Sequence[str], changes: Changes) -> list[str]:
     """Returns the command that trains with the settings `changes`.
 
-    It has the plan's arguments `words` without the keys that only concern compilation, followed by the settings that
-    differ from the plan's configuration. If the environment variable M_KEY of such a setting exists, the command
-    unsets it, because `trainer.train` refuses a key with two values.
+    The command has the plan's arguments `words`, without keys in `changes` and keys that only concern compilation,
+    followed by the settings in `changes` that differ from the plan's configuration. If the environment variable M_KEY
+    of one of these settings exists, the command unsets the variable, because `trainer.train` refuses a key with two
+    values.
     """
     names = {word: plain_name(word.partition("=")[0]) for word in words}
     kept = [word for word in words if names[word] not in (*_COMPILE_KEYS, *changes)]
@@ -166,7 +168,8 @@ def _lost(search: Search, space: Space) -> Iterator[str]:
 
 
 def losers(search: Search, space: Space) -> Iterator[tuple[str, str]]:
-    """Yields each setting that was compiled and lost, and how its best candidate compares with the winner."""
+    """Yields pairs of texts: a setting that was compiled but is not the winner's, and how the best candidate with this
+    setting compares with the winner."""
     best = search.best
     if best is None:
         return
@@ -183,7 +186,8 @@ def losers(search: Search, space: Space) -> Iterator[tuple[str, str]]:
 
 
 def _has(changes: Changes, choice: Changes, choices: Sequence[Changes]) -> bool:
-    """Returns whether a point has `choice` of a dimension: equal values of all keys that occur in the `choices`."""
+    """Returns whether a point, given by its `changes`, has the choice `choice` of a dimension, that is, whether both
+    have equal values of all keys that occur in the dimension's `choices`."""
     keys = {key for other in choices for key in other}
     return {key: value for key, value in changes.items() if key in keys} == dict(choice)
 

@@ -32,8 +32,9 @@ from trainer.state.host import check_host_memory
 from trainer.training.build import build
 from trainer.training.run import Run
 
-# Keys that change neither the train state nor its shardings, so that configurations share a cached `_State`. They need
-# no check by `build`, which a cached state skips: `resolve` and `check_offload` check them.
+# Keys that change neither the train state nor its shardings. Configurations that differ only in these keys share a
+# cached `_State`, and `build` runs only for the first of these configurations. For the others, `resolve` and
+# `check_offload` check the keys.
 _NOT_OF_STATE = (
     *("per_device_batch_size", "eval_per_device_batch_size", "gradient_accumulation_steps", "num_vocab_tiling"),
     *("remat_policy", *TENSORS, *OWN_TENSORS),
@@ -94,7 +95,7 @@ class _State(NamedTuple):
 
 
 class _Loops(NamedTuple):
-    """Memory and FLOPs of the loops over layers, one per stack of layers, summed over all devices.
+    """Memory and FLOPs of the loops over layers, summed over all devices. Each stack of layers has one loop.
 
     Attributes:
       kept: bytes that each loop keeps for the backward pass, per row of a microbatch, in the order of the forward pass.
@@ -109,9 +110,9 @@ class _Loops(NamedTuple):
     def live(self, rows: int, microbatches: int) -> float:
         """Returns the largest number of bytes that are live when a backward loop begins.
 
-        These are the arrays that this loop and earlier loops of the forward pass kept, this loop's gradients and, with
-        one microbatch, the gradients of later loops, because the backward pass reaches later loops first. With several
-        microbatches, the gradients of later loops have already been added to the sums.
+        The live arrays are those that this loop and earlier loops of the forward pass kept, and this loop's gradients.
+        With one microbatch, the gradients of later loops are also live, because the backward pass reaches later loops
+        first. With several microbatches, the gradients of later loops have already been added to the sums.
         """
         return max(
             (
@@ -147,9 +148,10 @@ class Bounds:
         - the gradients that the backward loops stack: a loop's results occupy their full size from its first
           iteration on, when all arrays that the forward loop kept are still live (`_Loops.live`);
         - with several microbatches, the float32 sums of gradients.
-        On a TPU, `_ON_CHIP` bytes are subtracted from the sum of the last three, which may be stored outside of HBM.
-        The arrays of loops are counted as if sharded over all devices. The loops of pipelines and DiLoCo are not
-        counted, and unrolled layers have none. Logits are not counted, because a compiler may fuse them with the loss.
+        On a TPU, `_ON_CHIP` bytes are subtracted from the sum of the last three items, because these may be stored
+        outside of HBM. The arrays of loops are counted as if sharded over all devices. The loops of pipelines and
+        DiLoCo are not counted, and unrolled layers have none. Logits are not counted, because a compiler may fuse them
+        with the loss.
 
         Raises:
           UserError: `training.build` refuses the configuration on these devices.
@@ -301,8 +303,8 @@ def _loops_of(jaxpr: Any, config: Config) -> _Loops:
     a loop's results. Only arrays [L, B, T, ...] or [L, B T, ...] in device memory are counted, so the bytes are
     proportional to the rows. An array is counted only if its source (`_source`) is the loop's input, a matrix product,
     or a tensor that a policy names; a compiler may recompute any other array. Arrays with the same source count once,
-    because a compiler merges equal computations. All but the loop's input count at most two bytes per entry, because a
-    TPU's compiler may narrow arrays that only products read.
+    because a compiler merges equal computations. Arrays other than the loop's input count at most two bytes per entry,
+    because a TPU's compiler may narrow arrays that only products read.
 
     Gradients: only loops with counted kept arrays are included, which excludes loops over tiles of the vocabulary.
     Gradients count at most four bytes per entry, or two if `_narrows` returns True.
@@ -325,7 +327,8 @@ def _loops_of(jaxpr: Any, config: Config) -> _Loops:
 
 
 def _pairs(jaxpr: Any, times: int) -> Iterator[tuple[Any, Any, int]]:
-    """Yields each forward loop with its backward loop, in the order of the forward pass, and how often they run."""
+    """Yields triples of a forward loop, its backward loop, and the number of times that these run, in the order of the
+    forward pass."""
     loops = [it for it in jaxpr.eqns if it.primitive is scan_p and it.params["length"] > 1]
     backward = [loop for loop in loops if loop.params["reverse"]]
     for forward in loops:
@@ -379,10 +382,12 @@ def _has_tokens(shape: Sequence[int], rows: int, length: int) -> bool:
 
 
 def _source(jaxpr: Any, var: Any) -> tuple[Any, bool, bool]:
-    """Returns the source of `var`, whether it or a copy of it has a checkpoint name, and whether a product computes it.
+    """Returns the source of `var`, whether the source or a copy of the source has a checkpoint name, and whether a
+    matrix product computes the source.
 
-    The source is the variable of which `var` is a copy that was only reshaped, cast or moved. It is returned as a tuple
-    that ends with the variable; before it are the ids of the calls that contain the variable.
+    The source is the variable of which `var` is a copy that was only reshaped, cast or moved. It is returned as a
+    tuple: first the ids of the calls that contain this variable, from the outermost call to the innermost, then the
+    variable.
     """
     named, outer = False, list[Any]()
     while not isinstance(var, Literal):

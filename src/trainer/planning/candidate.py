@@ -54,7 +54,8 @@ class Candidate:
 
     @property
     def per_token(self) -> dict[str, float]:
-        """The cost per token of the update on one device, by resource."""
+        """A dict from the name of a resource to the amount of it that a step uses on one device, per token of the
+        update."""
         report, names = self.row["report"], {"flops": "FLOPs", "hbm_bytes_accessed": "bytes in memory"}
         names["network_bytes"] = "bytes over the network"
         return {name: report[key] / self.tokens for key, name in names.items()}

@@ -39,7 +39,7 @@ class Compiler:
         self._folder = ""
 
     def __call__(self, config: Config) -> dict[str, Any]:
-        """Compiles a configuration, and returns the row for the journal without `key`.
+        """Compiles a configuration, and returns the row for the journal, except for its item `key`.
 
         The row has `outcome`, `reason`, `report`, `wall_seconds`, `memory` (the compiler's peak, in bytes), and
         `again`, which is true if a limit or a signal ended the compilation, so that another attempt may succeed.

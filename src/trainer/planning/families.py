@@ -1,4 +1,5 @@
-"""Groups the points of a space that `trainer.train` accepts into families of points that differ only in their rows."""
+"""Groups those points of a space that `trainer.train` accepts into families. The points of a family differ only in
+their rows, that is, in per_device_batch_size and gradient_accumulation_steps."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -69,17 +70,18 @@ class Checks:
 
 
 def families(space: Space, checks: Checks, guesses: Guesses, refuse: Callable[[str, int], object]) -> Iterator[Family]:
-    """Yields the families of a space, without most of the refused points. The search finds the other refused points
-    one by one.
+    """Yields the families of a space, without most of the points that `trainer.train` refuses. The search finds the
+    other refused points one by one.
 
-    A mesh is left out if the network of the devices cannot form it. To leave out more, only a few points are checked:
+    A mesh is left out if the network of the devices cannot form it. To leave out more points quickly, only a few points
+    are checked:
     - A pair of a mesh and rows is left out if two points with this pair are refused for the same reason: with the first
       choice of every other dimension, and with the last choice of every other dimension.
     - A choice of another dimension is left out if four points with this choice are refused for the same reason: with
       the first and with the last remaining pair, each with the first and with the last choices of the other dimensions.
 
     Args:
-      refuse: called with a reason and the number of points that it concerns.
+      refuse: called with a reason and the number of points that are left out for this reason.
     """
     meshes, rows = (next(d for d in space.dimensions if d.name == name) for name in (SHARDING, ROWS))
     others = Space(tuple(d for d in space.dimensions if d.name not in (SHARDING, ROWS)))

@@ -18,7 +18,7 @@ _BYTES = 2  # per entry of an activation or weight
 
 
 class Guess(NamedTuple):
-    """`seconds` per step, and bytes of `memory` that the step uses on a device."""
+    """A step's time in seconds, and the memory in bytes that the step uses on a device."""
 
     seconds: float
     memory: float
@@ -37,7 +37,7 @@ class Guesses:
         self._flops, self._parameters = flops_per_token(config), _parameters(config)
         self._widths = {policy: _widths(config, policy) for policy in (*KEPT, "none", "custom")}
         self._routed = config.num_experts_per_tok if has_experts(config) else 0
-        self._factors: dict[str, Guess] = {}  # by group: compiled figures divided by guesses
+        self._factors: dict[str, Guess] = {}  # for each group: the compiler's figures divided by the guesses
 
     def factors(self, changes: Mapping[str, Any]) -> Guess:
         """Returns the factors that correct the guess for a point, from the most similar compiled points."""

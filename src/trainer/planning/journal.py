@@ -25,15 +25,16 @@ _BEGIN = b'{"key": "'  # the beginning of every line
 
 
 def default_path(config: Config) -> Path:
-    """Returns the journal's path in base_output_directory. Raises UserError if the latter is not a local folder."""
+    """Returns the journal's path in base_output_directory. Raises UserError if base_output_directory is not a local
+    folder."""
     return local_path(config.base_output_directory, "base_output_directory=") / "plan.jsonl"
 
 
 def program_key(config: Config) -> str:
     """Returns a digest of everything that determines a compiled step and its report.
 
-    This is the topology, the versions of packages, the source files, the environment variables that compilers read, and
-    the keys of `config` (resolved) that affect the step.
+    The digest covers the topology, the versions of packages, the source files, the environment variables that compilers
+    read, and the keys of `config` (resolved) that affect the step.
     """
     values = {key: config[key] for key in (*step_keys(), "compile_topology", "compile_topology_num_slices")}
     text = json.dumps([values, source_of_block(config), _surroundings()], sort_keys=True, default=str)

@@ -1,4 +1,4 @@
-"""Finds the next larger topology on which a model fits, if no mesh of the given topology does."""
+"""Finds the next larger topology on which a model fits, for a model that fits on no mesh of the given topology."""
 
 import contextlib
 import functools
@@ -61,7 +61,7 @@ def _starts(say: Callable[[str], None], name: str, changes: Changes) -> None:
 def _larger(config: Config) -> Iterator[tuple[Topology, int]]:
     """Yields up to five larger topologies of the same kind, each with its number of slices.
 
-    The topologies have more devices per slice. For GPUs, topologies with more slices (hosts) follow.
+    Topologies with more devices per slice come first. For GPUs, topologies with more slices (hosts) follow.
     """
     here, slices = find_topology(config.compile_topology), config.compile_topology_num_slices
     assert isinstance(here, Topology)

@@ -77,7 +77,8 @@ class Search:
 
     @property
     def best(self) -> Candidate | None:
-        """The best point that fits and has an estimated time, which must not be a lower bound."""
+        """The best candidate that fits and has a time estimate that is not only a lower bound. None without such a
+        candidate."""
         ranked = [
             found for found in self.candidates if found.outcome == FITS and found.seconds and not found.lower_bound
         ]
@@ -93,7 +94,7 @@ class Search:
         starts: Callable[[Changes], object] = lambda changes: None,
         ends: Callable[[Candidate], object] = lambda candidate: None,
     ) -> None:
-        """Compiles until nothing better can exist, or the limit is reached.
+        """Compiles points until no better point can exist, or the limit is reached.
 
         Args:
           starts: called before each compilation.
@@ -175,7 +176,8 @@ class Search:
         self.counts.refused += points
 
     def _worth(self, family: Family, index: int) -> str | None:
-        """Returns the key of a point's program; None if it is refused, too large, or worse than the best point."""
+        """Returns the key of a point's program; None if the point is refused, too large, or worse than the best
+        point."""
         changes = family.points[index]
         try:
             config = Config(self._checks.resolved(changes))

@@ -139,9 +139,10 @@ def _by_blocks(how: How, matrix: jax.Array, hessian: jax.Array) -> tuple[QArray,
 
     Qwix unrolls all columns: under jit, compiling 256 columns takes a minute; without jit, Qwix compiles a program for
     each index. This function runs one program for a few columns in a loop. Up to the order of summation, the result
-    equals Qwix's with blocksize=`columns`. Let H^-1 = U^T U, where U is upper triangular, and let b be a block of
-    columns. Since later columns compensate for the block's quantization error, the block's Hessian is
-    (U_bb^T U_bb)^-1, and (w - w_quantized) U_bb^-1 U_b, where w are the block's weights, is subtracted from the matrix.
+    equals Qwix's with blocksize=`columns`. Let H^-1 = U^T U, where U is upper triangular. For a block b of columns, let
+    w be its weights, U_b its rows of U, and U_bb its rows and columns of U. The block is quantized with the Hessian
+    (U_bb^T U_bb)^-1. Then (w - w_quantized) U_bb^-1 U_b is subtracted from the matrix, so that later columns compensate
+    for the block's quantization error.
 
     Columns are divided by their scale before quantization, so one scale can span several iterations.
     """

@@ -214,8 +214,8 @@ def dequantized(storage: Storage, kernel: Kernel, *, rngs: nnx.Rngs) -> Product 
 @dataclass(frozen=True)
 class _Dense:
     """A `Product`. If there are few rows, or if all inputs of an output share a scale, rows are multiplied with the
-    quantized values, and the results are scaled. If the kernel were dequantized first, XLA on a TPU would write the
-    dequantized kernel to memory, which takes 3 to 6 times the bytes of the quantized values."""
+    quantized values, and the results are scaled, because XLA on a TPU would write a dequantized kernel to memory, which
+    takes 3 to 6 times the bytes of the quantized values. Otherwise, the kernel is dequantized first."""
 
     storage: Storage
     kernel: Kernel

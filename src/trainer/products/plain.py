@@ -73,8 +73,8 @@ class MakeProduct(Protocol):
         """Returns a `Product`, or a `GroupedProduct` for a kernel with groups.
 
         The product may be an `nnx.Module`. Its parameters are then stored in the model, as "product" next to the
-        kernel. For a grouped product, the logical axes of these parameters determine which part a device gets: "exp"
-        and "mlp" are sharded as in the kernel.
+        kernel. While a grouped product is computed, its parameters are sharded by their logical axes: "exp" and "mlp"
+        like those of the kernel, all other axes not at all.
         """
 
 
@@ -105,8 +105,8 @@ def product(
     layout, nor if the tokens of a row are split over devices, where it would need tokens of other devices
     (docs/decisions/0004).
 
-    `transposed`: `kernel` is a matrix [out, in]; transposing it first would be a copy on a CPU. `columns`: if axes are
-    merged, a kernel that is not `transposed` is padded to at least this many columns.
+    `transposed`: whether `kernel` is a matrix [out, in]; on a CPU, transposing the kernel before the call would copy
+    it. `columns`: if axes are merged, a kernel that is not `transposed` is padded to at least this many columns.
     """
     del context
     kernel = kernel.astype(x.dtype)

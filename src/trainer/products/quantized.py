@@ -27,7 +27,7 @@ from trainer.products.plain import EarlyReduction, GroupedProduct, Kernel, Produ
 LEAST_PER_SCALE = 128  # with fewer values per scale, Qwix multiplies floating-point numbers
 MOST_INT8 = (2**31 - 1) // 128**2  # the sum of this many products of int8 always fits into int32
 _ROWS = sharding.Axes(("activation_batch", "activation_length"))
-DEVICES = -1  # for `Recipe.parts`: one part for each device that has rows, with exceptions (`_parts`)
+DEVICES = -1  # for `Recipe.parts`: one part for each device that has rows; `_parts` makes exceptions
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class _Dense:
 @dataclass(frozen=True)
 class _Grouped:
     """A `GroupedProduct`. In the weight gradient, rows share scales only within one product on one device.
-    The noise of stochastic rounding depends on a row's index in this product."""
+    The noise of stochastic rounding depends on the index of a row in its product."""
 
     recipe: Recipe
     kernel: Kernel
@@ -180,7 +180,7 @@ class _How:
         noise: jax.Array | None = None,
         tiles: dict[int, int] | None = None,
     ) -> tuple[qarray.QArray, Any]:
-        """Returns `x`, quantized with scales that entries along the axes `over` share, and the calibration of `x`.
+        """Returns the quantized `x`, in which entries along the axes `over` share a scale, and the calibration of `x`.
 
         Args:
           shared: the mesh axes over which `over` is sharded.
@@ -243,7 +243,7 @@ class _How:
 
 
 def _of_all(found: Any, method: str, axes: tuple[str, ...]) -> Any:
-    """Returns the calibration over the shards of all devices along mesh `axes`."""
+    """Returns the calibration over the shards of all devices along the mesh axes `axes`."""
     if method.startswith("rms"):
         return jax.tree.map(lambda rms: jnp.sqrt(jax.lax.pmean(rms**2, axes)), found)
     return jax.lax.pmax(found, axes)
@@ -285,8 +285,8 @@ def _keep(how: _How, x: jax.Array, method: str, over: Sequence[int], shared: tup
 
 
 def _named(part: jax.Array) -> jax.Array:
-    """Returns `part` under a checkpoint name. 8-bit floats are bitcast to integers while a checkpoint keeps them,
-    because JAX rounds kept floats, which turns float8_e4m3fn above 240 into NaN."""
+    """Returns `part` under a checkpoint name. 8-bit floats are bitcast to integers while `jax.checkpoint` keeps them,
+    because JAX rounds floats that it keeps, and this rounding turns float8_e4m3fn numbers above 240 into NaN."""
     if part.dtype.itemsize > 1 or not jnp.issubdtype(part.dtype, jnp.floating):
         return checkpoint_name(part, QUANTIZED)
     bits = checkpoint_name(jax.lax.bitcast_convert_type(part, jnp.uint8), QUANTIZED)

@@ -37,8 +37,8 @@ def advantages(rewards: np.ndarray) -> np.ndarray:
     """Returns the advantage of each completion from `rewards` [groups, size], as float32 of the same shape.
 
     An advantage is (reward - mean of the group) / (standard deviation of the group + 1e-6); the standard deviation has
-    size - 1 degrees of freedom (Shao et al. 2024, arXiv:2402.03300, 4.1.2). All advantages of a group are 0 if its
-    rewards are equal or it has one member.
+    size - 1 degrees of freedom (Shao et al. 2024, arXiv:2402.03300, 4.1.2). All advantages of a group are 0 if the
+    group's rewards are all equal or the group has only one completion.
     """
     rewards = np.asarray(rewards, np.float64)
     differ = (rewards != rewards[:, :1]).any(axis=1, keepdims=True)
@@ -48,14 +48,15 @@ def advantages(rewards: np.ndarray) -> np.ndarray:
 
 
 def places(lengths: Sequence[int], row: int, align: int, *, together: bool = True) -> list[tuple[int, int]]:
-    """Packs sequences into rows. Returns the row index and the start position of each sequence.
+    """Packs sequences into rows. Returns a pair for each sequence: the index of its row, and its start position in this
+    row.
 
     Sequences are placed longest first, each in the first row with enough free space.
 
     Args:
       lengths: the lengths of the sequences, at most `row` each.
       row: the length of a row in tokens.
-      align: every sequence begins at a multiple of this number.
+      align: the start position of every sequence is a multiple of this number.
       together: whether a row may hold several sequences.
     """
     fills: list[int] = []
@@ -78,18 +79,19 @@ def packed(
 ) -> Batch:
     """Returns a batch of `rows` rows of `length` tokens.
 
-    The batch has the fields of `objectives.next_token`, with loss only on completion tokens; the field `old_log_probs`,
-    with the `log_probs` of the rollouts; and a float field for each entry of `values`.
+    The batch has the fields of the objective `objectives.next_token`, where only completion tokens contribute to the
+    loss. It also has a field `old_log_probs`, with the `log_probs` of the rollouts, and a float field for each entry of
+    `values`.
 
     Args:
-      values: by field name, one number per rollout. It is the field's value at all tokens of the completion.
-      at: the row index and the start position of each rollout, from `places`.
+      values: maps a field's name to one number per rollout, which is the field's value at all tokens of the completion.
+      at: the row index and the start position of each rollout, as returned by `places`.
     """
     names = ("inputs", "targets", "segmentation", "loss")
     arrays = {name: np.zeros((rows, length), np.int32) for name in names}
     floats = {name: np.zeros((rows, length), np.float32) for name in ("old_log_probs", *values)}
     segments = [0] * rows
-    # In the order of their positions, so that segment ids increase along a row.
+    # The rollouts are processed in the order of their positions, so that segment ids increase along a row.
     for i in sorted(range(len(rollouts)), key=lambda i: at[i]):
         rollout, (row, start) = rollouts[i], at[i]
         tokens = np.concatenate([rollout.prompt, rollout.completion])

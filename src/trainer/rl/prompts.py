@@ -22,7 +22,7 @@ from trainer.data.tokenizer import Tokenizer
 from trainer.inference.ends import stop_tokens
 from trainer.inference.served import longest_prompt
 
-_FORMAT = 1  # incremented whenever a code change makes different prompts from the same records
+_FORMAT = 1  # incremented whenever a code change makes the same records result in different prompts
 INDEX = "prompt"  # the batch field with the indices of the prompts, [n]
 
 
@@ -34,7 +34,8 @@ class Prompt(NamedTuple):
       text: the value of the prompt column: a text, or a list of messages.
       columns: the values of the other columns by name, which are passed to reward functions.
       tokens: the tokens of the prompt, int32 [n].
-      completion: the tokens of the data's completion (the second column), int32; empty if no round uses it.
+      completion: the tokens of the completion in the record's second column, int32; empty if all rounds sample
+        completions.
     """
 
     where: Any
@@ -176,8 +177,8 @@ def _prompts(
 
 
 def _why_none(config: Config, long: Sequence[tuple[int, Any]], empty: int) -> str:
-    """Returns why no prompt remains, and a fix. `long`: (number of tokens, location) of each prompt that is too long.
-    `empty`: the number of prompts left out because their text or completion is empty."""
+    """Returns why no prompt remains and, if prompts are too long, a fix. `long`: (number of tokens, location) of each
+    prompt that is too long. `empty`: the number of prompts left out because their text or completion is empty."""
     if not long:
         return f"{counted(empty, 'prompt')} without text or completion"
     most, limit = max(tokens for tokens, _ in long), longest_prompt(config)

@@ -22,9 +22,9 @@ _LARGEST = 3.4e38  # about the largest float32, the dtype in which the trainer s
 def main(paths: list[str], connection: int, lifeline: int) -> None:
     """Loads the functions that `paths` names, then scores samples until the parent process closes the connection.
 
-    Receives pickled samples (prompt, completion, columns). For each function that it loads or calls, it sends JSON: a
-    number, or a text that describes the failure. It never sends a pickle, because a completion could make a function
-    produce a malicious pickle.
+    Receives pickled samples (prompt, completion, columns). After it loads or calls a function, it sends one JSON value:
+    a number (the reward; 0 after loading), or a text that describes the failure. It never sends a pickle, because a
+    completion could make a function produce a malicious pickle.
 
     Args:
       connection: the file descriptor of a socket.
@@ -61,7 +61,7 @@ def main(paths: list[str], connection: int, lifeline: int) -> None:
 
 
 def _end_with(lifeline: int) -> None:
-    """Makes the kernel end this process and its children when the parent ends, whatever they are doing.
+    """Makes the kernel end this process and its children when the parent ends, even if they are busy.
 
     The parent holds the write end of the pipe `lifeline` and never writes to it, so the kernel sends SIGIO when the
     parent ends. A thread that reads the pipe would not suffice, because a regular expression that never terminates
@@ -72,7 +72,7 @@ def _end_with(lifeline: int) -> None:
         import fcntl
 
         fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpid())  # the process group, which this process leads
-        fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC)  # by default, SIGIO ends a process
+        fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC)  # send SIGIO, which by default ends a process
         if select.select([lifeline], [], [], 0)[0]:
             sys.exit("the parent has ended")
 
@@ -110,7 +110,7 @@ def _arguments(function: Function, given: dict[str, Any]) -> tuple[list[Any], di
 
 
 def _number(value: Any) -> float | str:
-    """Converts a function's result for one sample to a float. Returns an error text for any other result."""
+    """Converts a function's result for one sample to a float. If that is impossible, returns an error text."""
     one = value.tolist() if hasattr(value, "tolist") else value  # arrays of NumPy, JAX and PyTorch
     if isinstance(one, list | tuple) and len(one) == 1:
         one = one[0].tolist() if hasattr(one[0], "tolist") else one[0]

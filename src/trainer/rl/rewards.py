@@ -26,7 +26,8 @@ from trainer.config.words import visible
 
 _LOOK_SECONDS = 0.5
 START_SECONDS = 300  # time limit for importing the functions
-# The values of `_Worker.task` for a worker that is not scoring a sample, and the values of `_Worker.end`.
+# The first line has the values of `_Worker.task` for a worker that is not scoring a sample; the second line, the values
+# of `_Worker.end` for a task that has ended.
 _IDLE, _START = -2, -1
 _DONE, _LATE, _DIED = "done", "late", "died"
 _PROGRAM = (
@@ -71,7 +72,8 @@ class Rewards:
     - Scoring it takes too long: its worker is killed and replaced, and the rewards of the unfinished functions are 0.0.
       `say` gets a message about the first of these samples; `Scored.timed_out` marks all of them.
     - A function raises an exception or does not return a number: a UserError names the first failed sample.
-    - Its worker dies, for example out of memory: another worker retries the sample. A second death raises UserError.
+    - The worker that scores it dies, for example out of memory: another worker retries the sample. If that worker dies
+      too, UserError is raised.
     """
 
     def __init__(
@@ -146,7 +148,7 @@ class Rewards:
                         failed[index] = problem
                     else:
                         scored[index] = self._scored(worker, samples[index].where)
-                if failed:  # the error names the first sample that failed, so only earlier samples still matter
+                if failed:  # the error names the first failed sample, so only samples before it matter
                     waiting = collections.deque(index for index in waiting if index < min(failed))
         finally:
             for worker in [worker for worker in self._workers if worker.task >= 0]:
@@ -161,7 +163,8 @@ class Rewards:
             self._workers.append(_Worker(self._functions))
 
     def _finished(self) -> Iterator[tuple["_Worker", int]]:
-        """Waits at most `_LOOK_SECONDS` for busy workers. Yields each worker that ended its task, with the task.
+        """Waits at most `_LOOK_SECONDS` for busy workers. Yields a pair for each worker that ended its task: the
+        worker, and the value of `task` for that task.
 
         A yielded worker is idle again, or has been removed if it died or took too long.
         """
@@ -174,7 +177,8 @@ class Rewards:
             if worker.connection in ready:
                 worker.receive()
             elif worker.deadline <= now:
-                # A dead worker is noticed only here if one of its child processes keeps the connection open.
+                # If a child process of a dead worker keeps the connection open, only the deadline reveals that the
+                # worker is dead.
                 worker.end = _LATE if worker.process.poll() is None else _DIED
             if worker.end:
                 task, worker.task = worker.task, _IDLE
@@ -213,7 +217,7 @@ class Rewards:
 
 
 def _about(sample: Sample, problem: str) -> str:
-    """Returns the message about a sample that failed."""
+    """Returns the error message for a failed sample. `problem`: the function's name, and its failure."""
     prompt = sample.prompt if isinstance(sample.prompt, str) else sample.prompt[-1:]
     return visible(
         f"{sample.where}: the function {problem}\n  prompt: {shortened(str(prompt))}\n"
@@ -227,7 +231,7 @@ class _Worker:
     It is not a `multiprocessing` process, which would import the main module again and could not have children.
 
     Attributes:
-      task: the index of the sample that it scores, _START while it imports the functions, or _IDLE.
+      task: the index of the sample that the process scores, _START while it imports the functions, or _IDLE.
       replies: the result of each finished function: its reward, or a text that describes the failure.
       end: how the task ended (_DONE, _LATE or _DIED); "" while it runs.
       deadline: the `time.monotonic` time at which the task must have ended.
@@ -236,7 +240,7 @@ class _Worker:
     def __init__(self, functions: Sequence[str]):
         self._functions = functions
         self.connection, theirs = Pipe()
-        lifeline, self._lifeline = os.pipe()  # the kernel closes it when this process ends, for any reason
+        lifeline, self._lifeline = os.pipe()  # the kernel closes `_lifeline` when this process ends for any reason
         descriptors = (theirs.fileno(), lifeline)
         given = json.dumps([list(map(str, sys.path)), functions, *descriptors])
         # With a fixed hash seed, all workers iterate over a set of strings in the same order.
@@ -263,9 +267,9 @@ class _Worker:
         self.replies: list[float | str] = []
 
     def begin(self, index: int, sample: Sample, seconds: float) -> None:
-        """Sends a sample, with a time limit of `seconds`."""
+        """Sends `sample`, the sample number `index`, to the process, which must score it within `seconds`."""
         self._expect(index, seconds)
-        with suppress(OSError):  # if the process has died, `receive` notices it
+        with suppress(OSError):  # if the process has died, `receive` detects this
             self.connection.send((sample.prompt, sample.completion, dict(sample.columns)))
 
     def receive(self) -> None:
@@ -280,12 +284,13 @@ class _Worker:
 
     @property
     def function(self) -> str:
-        """The function that is being loaded or called."""
+        """The name (package.module:function) of the function that is being loaded or called."""
         return self._functions[len(self.replies)]
 
     @property
     def problem(self) -> str | None:
-        """Why the sample has no reward; None if it has one."""
+        """Why the worker could not score the sample: a function's name, and its failure. None if no function has
+        failed."""
         if self.end == _DIED:
             return f"{self.function} ended its process twice, {self.status()}"
         last = self.replies[-1] if self.replies else 0.0

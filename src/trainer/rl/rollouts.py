@@ -14,7 +14,8 @@ from trainer.runtime.agreement import agreed, from_first, is_first
 
 
 class _Where(NamedTuple):
-    """The description of a completion in messages. `str` computes it on demand, because this may read a file."""
+    """The description of a completion in messages. `str` computes the text only on demand, because computing it may
+    read a file."""
 
     name: str
     prompt: Any
@@ -24,7 +25,8 @@ class _Where(NamedTuple):
 
 
 class Rollouts(Rounds):
-    """`Rounds` in which reward functions score all completions, in the first process."""
+    """`Rounds` whose completions are scored by reward functions. These functions run only on the first process's
+    machine."""
 
     def __enter__(self) -> Self:
         self._stack = ExitStack()
@@ -60,7 +62,7 @@ class Rollouts(Rounds):
         return Judged({"rewards": rewards.tolist(), "advantages": gains}, metrics, rows)
 
     def _judges(self) -> Rewards | None:
-        """Starts the reward workers in the run's first process; returns None in the others."""
+        """Starts the reward workers if this is the run's first process; otherwise returns None."""
         if not is_first():
             return None
         config = self._run.config
@@ -68,7 +70,7 @@ class Rollouts(Rounds):
         return Rewards(config.reward_functions, config.reward_num_workers, seconds, self._say)
 
     def _scored(self, prompts: Sequence[Prompt], texts: Sequence[str], name: str) -> list[Scored]:
-        """Returns the rewards of the completions `texts` in every process. The first process computes them."""
+        """Computes the rewards of the completions `texts` in the first process, and returns them in every process."""
 
         def scored() -> list[Scored]:
             assert self._rewards is not None

@@ -1,4 +1,4 @@
-"""The token limit of a completion, and the number of rows of an update."""
+"""The maximum number of tokens of a completion, and the number of rows in the batch of an update."""
 
 from trainer.config.capabilities.invariant_keys import TILE
 from trainer.config.derived import completions_per_prompt, global_batch_rows, microbatch_rows
@@ -9,16 +9,17 @@ from trainer.inference.served import longest_prompt
 
 
 def completion_limit(config: Config) -> int | None:
-    """Returns the maximum number of tokens of a completion; None if only the length of the row limits it."""
+    """Returns the maximum number of tokens of a completion; None if only the row length limits prompt and completion
+    together."""
     longest = config.max_prefill_predict_length
     return None if longest < 0 else config.max_target_length - longest
 
 
 def rows_for(config: Config, needed: int) -> int:
-    """Returns the number of rows of an update whose sequences fill `needed` rows.
+    """Returns the number of rows in the batch of an update, for sequences that need `needed` rows.
 
-    The result is the smallest sufficient size among the full batch, a half of it, a quarter, ..., each rounded up to
-    whole microbatches. There are few sizes, because a program is compiled for each.
+    The result is the smallest sufficient size out of the full batch, half of it, a quarter of it, and so on, each
+    rounded up to whole microbatches. Only these sizes are allowed, because a program must be compiled for each size.
     """
     rows, parts = microbatch_rows(config), config.gradient_accumulation_steps
     while parts > 1 and -(-parts // 2) * rows >= needed:

@@ -40,7 +40,7 @@ Say = Callable[[str], None]
 
 
 class Round(NamedTuple):
-    """The batch of a round, and the position in the data set of prompts after this batch."""
+    """The batch of a round, and the position that the data set of prompts has reached after this batch."""
 
     batch: Batch
     position: Position
@@ -52,7 +52,7 @@ class Judged(NamedTuple):
     Attributes:
       fields: additional batch fields by name, with n values each; a value applies to all tokens of its completion.
       metrics: metrics of the round.
-      rows: for each completion, additional entries for its row of the round's output file.
+      rows: for each completion, a dict of additional columns for the completion's row in the round's output file.
     """
 
     fields: Mapping[str, Sequence[float]]
@@ -65,21 +65,22 @@ def _labelled(labels: int, count: int) -> Judged:
 
 
 class Rounds:
-    """A `training.BatchSource` that makes one batch per round and returns it for `rl_num_iterations` updates.
+    """A `training.BatchSource` that makes one batch per round and uses this batch for `rl_num_iterations` updates.
 
-    A round uses sampled completions or, if `of_rollouts` returns False for it, completions from the data. All sampling
-    depends only on decode_sampling_seed, the number of the round and the parameters, so a resumed run repeats the same
-    rounds. Every process generates all completions. A subclass can override `judged` to score the completions.
+    A round uses sampled completions or, if `of_rollouts` returns False for the number of the round, completions from
+    the data. All sampling depends only on decode_sampling_seed, the number of the round and the parameters, so a
+    resumed run repeats the same rounds. Every process generates all completions. A subclass can override `judged` to
+    score the completions.
 
     Attributes:
       updates: the number of updates in a round; a run ends and is saved only between rounds.
-      metrics: the metrics of the round whose batch was taken last.
+      metrics: the metrics of the current round, that is, of the last batch that `take` returned.
     """
 
     def __init__(self, run: Run, dataset: PromptDataset, start: Start, run_dir: RunDir | None, say: Say):
         """
         Args:
-          run_dir: the folder to which all completions are written; None if nothing may be written.
+          run_dir: the run's folder, to which all completions are written; None if nothing may be written.
           say: gets progress messages.
 
         Raises:
@@ -114,10 +115,12 @@ class Rounds:
         self._stream.close()
 
     def judged(self, prompts: Sequence[Prompt], texts: Sequence[str], group: int, name: str) -> Judged:
-        """Returns the results of judging the completions of `prompts`. This implementation only labels them as sampled.
+        """Returns the results of judging the completions `texts`. This implementation only labels all completions as
+        sampled.
 
         Args:
-          prompts: the prompt of each completion; each prompt is repeated for its `group` consecutive completions.
+          prompts: the prompt of each completion. A prompt with several completions is repeated: once for each of its
+            `group` consecutive completions.
           texts: the completions; empty in processes other than the first.
           name: the name of the round, for messages.
         """
@@ -127,7 +130,7 @@ class Rounds:
         """See `BatchSource.take`."""
         self._interrupted = interrupted
         if self._done % self.updates == 0:
-            current = jax.block_until_ready(state())  # the round's time excludes the previous update
+            current = jax.block_until_ready(state())  # waits, so that the round's time excludes the previous update
             started = time.perf_counter()
             made = self._make(current)
             self.waited += time.perf_counter() - started
@@ -156,7 +159,7 @@ class Rounds:
             yield self._share(packed(rollouts[here], values, at, rows, run.config.max_target_length))
 
     def _make(self, state: Any) -> Round | None:
-        """Returns the next round; None if it was interrupted."""
+        """Makes and returns the next round; returns None if sampling was interrupted."""
         config, started, number = self._run.config, time.perf_counter(), self._done // self.updates
         chosen, position = next(self._stream)
         prompts = [self._dataset.train.prompts[i] for i in chosen[INDEX]]
@@ -199,7 +202,7 @@ class Rounds:
         samples: int,
         name: str,
     ) -> list[Rollout] | None:
-        """Returns `samples` completions of each prompt; None if interrupted.
+        """Samples `samples` completions of each prompt. Returns None if sampling was interrupted.
 
         `variables`: the model's parameters and its other variables.
         """
@@ -274,7 +277,7 @@ class Rounds:
         self._files.write(self._done // self.updates, rows)
 
     def _share(self, batch: Batch) -> Batch:
-        """Returns this process's part of a batch."""
+        """Returns the rows of `batch`, a global batch, that this process loads."""
         share = share_of_rows(self._run.batch_shardings["row"], len(batch["row"]))
         each = len(batch["row"]) // share["process_count"]
         here = slice(share["process_index"] * each, (share["process_index"] + 1) * each)
@@ -282,7 +285,7 @@ class Rounds:
 
 
 def engine_of(run: Run, sequences: int) -> Engine:
-    """Returns the engine that generates with the parameters of `run`, on its mesh.
+    """Returns an engine that generates with the model of `run`, on the mesh of `run`.
 
     Raises:
       UserError: the model cannot generate text, or cannot do so on this mesh.
@@ -293,12 +296,13 @@ def engine_of(run: Run, sequences: int) -> Engine:
 
 
 def of_rollouts(share: float, number: int) -> bool:
-    """Returns whether round `number` uses rollouts. For every n, floor(n * share) of the first n rounds do."""
+    """Returns whether round `number` (from 0) uses rollouts. For every n, floor(n * share) of the first n rounds use
+    rollouts."""
     return math.floor((number + 1) * share) > math.floor(number * share)
 
 
 def of_data(config: Config, prompt: Prompt) -> Rollout:
-    """Returns a prompt with the data's completion, which is truncated to fit into a row and the completion limit."""
+    """Returns a prompt with its completion from the data, truncated if it exceeds the row or the completion limit."""
     room = config.max_target_length - len(prompt.tokens) + 1
     tokens = prompt.completion[: min(room, completion_limit(config) or room)]
     unsampled = np.zeros(len(tokens), np.float32)

@@ -1,8 +1,8 @@
 """Agreement between the processes of a run.
 
 `is_first` and `lost_process` do not communicate. All processes must call the other functions in the same order, and
-only in the main thread. Do not call these other functions in the training loop, because they wait for all processes;
-`gather_later` is an exception. In a single-process run, nothing is exchanged.
+only in the main thread. Except for `gather_later`, do not call the other functions in the training loop, because they
+wait for all processes. In a single-process run, no function communicates.
 """
 
 import json
@@ -31,7 +31,8 @@ def is_first() -> bool:
 
 
 def from_first(fn: Callable[[], T]) -> T:
-    """Calls `fn` only in process 0, and returns its result in every process. The result must be JSON-serializable.
+    """Calls `fn` only in process 0, and returns the result of `fn` in every process. The result must be
+    JSON-serializable.
 
     Raises:
       UserError: in every process, if `fn` raised it.
@@ -75,7 +76,7 @@ def agreed(fn: Callable[[], T]) -> T:
 
 
 def check_same(values: Callable[[], Mapping[str, str]]) -> None:
-    """Checks that `values()` returns the same texts by name in all processes.
+    """Checks that `values()`, a dict from names to texts, is the same in all processes.
 
     Raises:
       UserError: a text differs between processes. The message lists the differing lines, processes and hosts.
@@ -100,14 +101,14 @@ def check_same(values: Callable[[], Mapping[str, str]]) -> None:
 
 
 def _differing(text: str, other: str) -> str:
-    """Returns the first lines of `text` that are not in `other`."""
+    """Returns the first lines of `text` that `other` does not contain, as one line for a message."""
     lines = set(other.splitlines())
     found = [line for line in text.splitlines() if line not in lines]
     return ", ".join([*found[:_SHOWN], *([f"{len(found) - _SHOWN} more"] if found[_SHOWN:] else [])]) or "nothing else"
 
 
 def gather(text: str) -> list[str]:
-    """Returns the texts of all processes, in process order."""
+    """Returns the argument `text` of each process, in the order of the processes."""
     if _count() == 1:
         return [text]
     import numpy as np
@@ -115,7 +116,7 @@ def gather(text: str) -> list[str]:
 
     data = np.frombuffer(text.encode(), np.uint8)
     sizes = np.ravel(process_allgather(np.asarray(len(data), np.int32)))
-    # Rounded up to a power of two, so that few sizes are compiled.
+    # The size is rounded up to a power of two, so that programs for only a few sizes are compiled.
     padded = np.zeros(max(1024, 1 << int(sizes.max()).bit_length()), np.uint8)
     padded[: len(data)] = data
     rows = process_allgather(padded)
@@ -123,10 +124,11 @@ def gather(text: str) -> list[str]:
 
 
 def gather_later(numbers: Sequence[float]) -> Callable[[], Any]:
-    """Starts to gather numbers, equally many from each process. Returns a function that returns the result.
+    """Starts to gather numbers from all processes, equally many from each. Returns a function that returns the gathered
+    numbers.
 
-    The result is an array [processes, numbers]. This call does not wait: the devices gather the numbers after the work
-    that is already dispatched. Call the returned function after a later step; it waits for the result.
+    The gathered numbers are an array [processes, numbers]. `gather_later` does not wait: the devices gather the numbers
+    after the work that is already dispatched. The returned function does wait, so call it only after a later step.
     """
     import jax
     import numpy as np
@@ -135,7 +137,7 @@ def gather_later(numbers: Sequence[float]) -> Callable[[], Any]:
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     mesh = Mesh(np.array(devices).reshape(_count(), -1), ("process", "device"))
     row = np.asarray([numbers], np.float32)
-    with jax.transfer_guard_host_to_device("allow"):  # an intended transfer
+    with jax.transfer_guard_host_to_device("allow"):  # this transfer is intended
         rows = jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec("process")), row)
     gathered = jax.jit(_same, out_shardings=NamedSharding(mesh, PartitionSpec()))(rows)
     return lambda: np.asarray(gathered.addressable_data(0))
@@ -146,9 +148,10 @@ def _same(x: Any) -> Any:
 
 
 def lost_process(error: BaseException | None) -> bool:
-    """Returns whether `error`, or one of its causes, means that another process of this run ended or does not respond.
+    """Returns whether `error`, or one of its causes, shows that another process of this run has ended or does not
+    respond.
 
-    JAX and Orbax raise errors of several types in this case, so the texts of the errors are searched.
+    JAX and Orbax report a lost process by errors of several types, so the texts of the errors are searched.
     """
     seen: list[BaseException] = []  # a chain of errors may be circular
     while error is not None and error not in seen and _count() > 1:

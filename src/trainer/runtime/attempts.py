@@ -18,13 +18,13 @@ from trainer.config.words import visible
 
 T = TypeVar("T")
 
-TRIES, SECONDS = 8, 60.0  # attempts for each request, and the time limit of one attempt
+TRIES, SECONDS = 8, 60.0  # attempts for each request, and the time limit of one attempt in seconds
 LISTING = 1800.0  # time limit in seconds for listing a folder
-FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds between attempts; doubled after each attempt
+FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds: the first and the longest wait between attempts; waits double
 _PASSING = (408, 412, 425, 429, 500, 502, 503, 504)  # HTTP statuses after which a retry may succeed
 # Names of connection errors in aiohttp, httpx, botocore and google.auth that are not subclasses of OSError.
 _BROKEN = {"ClientConnectionError", "ClientPayloadError", "TransportError", "HTTPClientError", "ConnectionError"}
-_OFFLINE, _OURS = "HF_HUB_OFFLINE", "TRAINER_TURNED_HUB_OFF"  # environment variables; child processes inherit them
+_OFFLINE, _OURS = "HF_HUB_OFFLINE", "TRAINER_TURNED_HUB_OFF"  # environment variables, which child processes inherit
 COPY = "copy the file to this machine"  # advice at the end of several messages
 
 
@@ -48,7 +48,7 @@ def system_of(url: str) -> tuple[Any, str]:
         with contextlib.suppress(ImportError):
             import huggingface_hub.constants
 
-            huggingface_hub.constants.HF_HUB_OFFLINE = False  # `turn_hub_off` may have set it
+            huggingface_hub.constants.HF_HUB_OFFLINE = False  # `turn_hub_off` may have set HF_HUB_OFFLINE
     try:
         system = _opened("http" if scheme == "https" else scheme)
     except ImportError as error:
@@ -59,14 +59,15 @@ def system_of(url: str) -> tuple[Any, str]:
 
 
 def turn_hub_off() -> None:
-    """Prevents packages from sending requests to the Hugging Face hub. Data at hf:// can still be read."""
+    """Prevents packages from sending requests to the Hugging Face hub. This module can still read data at hf://."""
     if _OFFLINE not in os.environ:
         os.environ[_OFFLINE] = os.environ[_OURS] = "1"
 
 
 @functools.cache
 def _opened(scheme: str) -> Any:
-    """Returns a scheme's file system, shared by all threads. fsspec would give each thread its own connections."""
+    """Returns the file system of a URL scheme. All threads share it, because fsspec would open separate connections for
+    each thread."""
     import fsspec
 
     if scheme != "http":
@@ -165,7 +166,7 @@ def _reason(error: BaseException) -> tuple[str, bool]:
 
 
 def status_of(error: BaseException) -> int | None:
-    """Returns the HTTP status of an error from any of the file systems; None if it has none."""
+    """Returns the HTTP status of an error that a file system raised; None if the error has no HTTP status."""
     answer = getattr(error, "response", None)
     if isinstance(answer, Mapping):  # botocore
         return answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
@@ -177,13 +178,13 @@ def status_of(error: BaseException) -> int | None:
 
 
 def later(call: Callable[..., T], *arguments: Any) -> "Future[T]":
-    """Calls a function in a daemon thread. Returns its future result."""
+    """Calls `call(*arguments)` in a daemon thread. Returns a Future for the result."""
     future: Future[T] = Future()
 
     def run() -> None:
         try:
             future.set_result(call(*arguments))
-        except Exception as error:  # raised where the result is needed
+        except Exception as error:  # `Future.result` raises the error
             future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()

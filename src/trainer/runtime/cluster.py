@@ -1,6 +1,5 @@
-"""Determines the number of processes, this process's index and the coordinator's address.
-
-They come from configuration keys or environment variables.
+"""Determines the number of processes, this process's index and the coordinator's address, from configuration keys or
+environment variables.
 """
 
 import importlib.util
@@ -29,20 +28,20 @@ class Cluster(NamedTuple):
 def find_cluster(config: Config, environ: Mapping[str, str]) -> Cluster | None:
     """Returns the cluster to which this process belongs; None for a single process.
 
-    Imports no packages and sends no requests. With skip_jax_distributed_system=true, the result is None. Otherwise, it
-    comes from the first of these sources that is present: the key coordinator_address, MaxText's environment variables,
-    Slurm, MPI, a TPU slice, Kubernetes.
+    Imports no packages and sends no requests. With skip_jax_distributed_system=true, the result is None. Otherwise, the
+    first of these sources that is present determines the result: the key coordinator_address, MaxText's environment
+    variables, Slurm, MPI, a TPU slice, Kubernetes.
 
     Raises:
-      UserError: variables are missing or not numbers, or the package for Kubernetes is missing.
+      UserError: environment variables are missing or not numbers, or the package for Kubernetes is missing.
     """
     if config.skip_jax_distributed_system:
         return None
     if config.coordinator_address:
         where = config.coordinator_address, config.num_processes, config.process_id
         return Cluster("coordinator_address", "deactivate", *where)
-    # On a Slurm cluster, mpirun starts its ranks within a Slurm step, and the ranks inherit the step's variables,
-    # so MPI comes first.
+    # On a Slurm cluster, mpirun starts its ranks within a Slurm step, and the ranks inherit the step's variables, so
+    # MPI's variables are read first.
     under_mpirun = (_mpi, _slurm) if environ.get("OMPI_COMM_WORLD_SIZE") else (_slurm, _mpi)
     finders = (_maxtext_gpu, _maxtext_cpu, *under_mpirun, _tpu, _kubernetes)
     return next((cluster for find in finders if (cluster := find(environ))), None)
@@ -65,8 +64,11 @@ def _maxtext_cpu(environ: Mapping[str, str]) -> Cluster | None:
 
 
 def _slurm(environ: Mapping[str, str]) -> Cluster | None:
-    # Only processes started by srun have peers. The shell of a batch script has none; it lacks SLURM_STEP_NODELIST.
-    if not all(environ.get(name) for name in _SLURM) or _numbers(environ, ["SLURM_NTASKS"], "Slurm") == [1]:
+    # Only processes started by srun have peers. The shell of a batch script has no peers and no SLURM_STEP_NODELIST.
+    if not all(environ.get(name) for name in _SLURM):
+        return None
+    [tasks] = _numbers(environ, ["SLURM_NTASKS"], "SLURM_STEP_NODELIST")
+    if tasks == 1:
         return None
     return Cluster("Slurm", "slurm")
 
@@ -86,7 +88,11 @@ def _mpi(environ: Mapping[str, str]) -> Cluster | None:
 
 def _tpu(environ: Mapping[str, str]) -> Cluster | None:
     hosts = environ.get("TPU_PROCESS_ADDRESSES") or environ.get("TPU_WORKER_HOSTNAMES") or ""
-    [slices] = _numbers(environ, ["MEGASCALE_NUM_SLICES"], "Megascale") if environ.get("MEGASCALE_NUM_SLICES") else [1]
+    [slices] = (
+        _numbers(environ, ["MEGASCALE_NUM_SLICES"], "MEGASCALE_NUM_SLICES")
+        if environ.get("MEGASCALE_NUM_SLICES")
+        else [1]
+    )
     if "," in hosts or slices > 1:
         return Cluster("the TPU's environment", None)
     # A Compute Engine TPU VM does not set these variables; JAX queries its metadata server.

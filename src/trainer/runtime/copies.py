@@ -30,12 +30,12 @@ class Copies:
     most: int
 
     def open(self, file: "RemoteFile") -> io.FileIO:
-        """Opens the copy of `file`, and creates it first if necessary. A copy is not removed while it is open.
+        """Opens the copy of `file`, and creates the copy first if necessary. A copy is not removed while it is open.
 
         Raises UserError if the copy does not fit or cannot be written.
         """
         digest = hashlib.sha256((file.content or repr((file.url, file.size, *file.marks.items()))).encode())
-        if file.content is None:  # the marks may be equal for different contents
+        if file.content is None:  # different contents may have equal marks
             digest.update(file.ends(_ENDS))
         path = self.folder / digest.hexdigest()[:16] / file.name
         try:
@@ -53,7 +53,7 @@ class Copies:
                     with part.open("wb") as copy:
                         for block in file.blocks(0, file.size):
                             copy.write(block)
-                    os.utime(part, ns=(time.time_ns(), 0))  # a constant mtime: the package `datasets` compares it
+                    os.utime(part, ns=(time.time_ns(), 0))  # mtime 0 for every copy, because `datasets` compares it
                     part.replace(path)
                 finally:
                     part.unlink(missing_ok=True)
@@ -76,7 +76,7 @@ class Copies:
 
     def _make_room(self, file: "RemoteFile") -> None:
         """Removes the least recently used copies until `file` fits. The caller holds the lock."""
-        (self.folder / ".part").unlink(missing_ok=True)  # left by a killed process
+        (self.folder / ".part").unlink(missing_ok=True)  # a killed process may have left it
         sizes = {path: path.stat() for path in self.folder.glob("*/*")}
         total = sum(stat.st_size for stat in sizes.values())
         for path in sorted(sizes, key=lambda path: sizes[path].st_atime_ns):
@@ -106,7 +106,7 @@ class _Copy(io.FileIO):
 
 
 def _opened(path: Path, size: int) -> io.FileIO | None:
-    """Opens a copy, with a lock that prevents its removal; None if it does not exist or is incomplete."""
+    """Opens a copy, with a lock that prevents its removal. Returns None if the copy does not exist or is incomplete."""
     try:
         copy = _Copy(str(path))
     except FileNotFoundError:
@@ -116,6 +116,6 @@ def _opened(path: Path, size: int) -> io.FileIO | None:
     if not stat.st_nlink or stat.st_size != size:
         copy.close()
         return None
-    with contextlib.suppress(OSError):  # fails for another user's file
+    with contextlib.suppress(OSError):  # fails if another user owns the file
         os.utime(path, ns=(time.time_ns(), stat.st_mtime_ns))
     return copy

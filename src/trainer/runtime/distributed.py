@@ -33,9 +33,9 @@ _ENDED = (
 def distributed(config: Config) -> Iterator[None]:
     """Runs the body within `jax.distributed` if this process is one of several. Enter before the first use of a device.
 
-    Exceptions that end all processes at the same point (`AgreedError`, `RunStopped`, SystemExit) pass through. Any
+    Exceptions that all processes raise at the same point (`AgreedError`, `RunStopped`, SystemExit) pass through. Any
     other exception is local to this process: it is reported, and the process exits immediately, without waiting for the
-    others. This exit also ends the other processes.
+    other processes. This exit also ends the other processes.
 
     Raises:
       UserError: see `find_cluster`; or the connection to the other processes failed.
@@ -59,10 +59,12 @@ def distributed(config: Config) -> Iterator[None]:
 
 @contextlib.contextmanager
 def told_to_others(words: Sequence[str]) -> Iterator[None]:
-    """A context for reading the command line `words`. A UserError in one of several processes ends all of them.
+    """A context in which the command line `words` is read. If the body raises UserError in one of several processes,
+    all processes end.
 
-    The failed process reports the error and connects to the others nevertheless, so that their first call of `agreed`
-    raises the same error. That call must be their first use of the module `agreement`.
+    The failed process reports the error, but still connects to the other processes, so that the first call of `agreed`
+    in the other processes raises the same error. This call must be the first use of the module `agreement` in these
+    processes.
     """
     try:
         yield
@@ -75,7 +77,7 @@ def told_to_others(words: Sequence[str]) -> Iterator[None]:
         if cluster is None:
             raise
         try:
-            _raise(error)  # before connecting, because the other processes may not have started
+            _raise(error)  # reports the error before connecting, because the other processes may not have started
         except SystemExit as end:
             leave_out_absent_tpu()
             add_threads_for_simulated_devices()

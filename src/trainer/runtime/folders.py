@@ -60,7 +60,7 @@ def check_folder(folder: Any, names: Iterable[str] = (".",)) -> None:
 
 
 def _roots(folder: Path) -> list[Path]:
-    """Returns the folders to which links in `folder` may lead."""
+    """Returns the folders into which links in `folder` may lead."""
     real = Path(os.path.realpath(folder))
     for snapshot in (real, *real.parents):
         cached = snapshot.parent.parent
@@ -70,7 +70,7 @@ def _roots(folder: Path) -> list[Path]:
 
 
 def _to_check(path: Path) -> list[Path]:
-    """Returns the entries of a folder that are not plain files."""
+    """Returns the entries of a folder that are not regular files, as sorted paths."""
     try:
         with os.scandir(path) as entries:
             return sorted(path / entry.name for entry in entries if not entry.is_file(follow_symlinks=False))
@@ -79,12 +79,12 @@ def _to_check(path: Path) -> list[Path]:
 
 
 def read_bounded(path: Any, most: int = FILE_BYTES) -> bytes:
-    """Returns the content of a file of at most `most` bytes.
+    """Returns the content of a file that has at most `most` bytes.
 
     The limit also protects against sparse files, which are small on disk but would fill memory.
 
     Raises:
-      UserError: the file is larger.
+      UserError: the file has more than `most` bytes.
       OSError: the file cannot be read.
     """
     with path.open("rb") as file:
@@ -107,8 +107,8 @@ def not_through_a_link(path: str, flags: int) -> int:
 def unfinished(folder: Any) -> list[Any]:
     """Returns the temporary files that killed calls of `replace_file` left in a folder.
 
-    Leaves out files of processes that still run on this machine. Call it only while no other machine writes to the
-    folder, because processes on another machine cannot be checked.
+    The result omits the files of processes that still run on this machine. Call this function only while no other
+    machine writes to the folder, because it cannot check whether a process on another machine still runs.
     """
     found = [(path, _UNFINISHED.fullmatch(path.name)) for path in entries(folder)]
     return [path for path, name in found if name and not path.is_dir() and not lives(int(name[1]))]
@@ -135,7 +135,7 @@ def replace_file(path: Path, data: str | bytes) -> None:
     """
     # The process id separates concurrent writers. The name is shortened to keep it within 255 bytes.
     temporary = path.with_name(f"{path.name[:60]}.{os.getpid()}.tmp")
-    temporary.unlink(missing_ok=True)  # left by a killed process with the same id
+    temporary.unlink(missing_ok=True)  # a killed process with the same id may have left it
     try:
         with temporary.open("xb") as file:  # mode x does not follow a link
             file.write(data.encode() if isinstance(data, str) else data)

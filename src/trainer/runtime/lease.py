@@ -1,19 +1,21 @@
 """The lease of a run: a file in the run's folder that tells all machines which process owns the run.
 
-On one machine, a file lock suffices (module `lock`): the system releases it when the owner ends. But buckets have no
-locks, and the locks of many network file systems do not reach other machines. So the owner also writes its identity and
-a counter to the lease file, and renews the lease by incrementing the counter.
+On one machine, a file lock suffices (module `lock`): the system releases the lock when the owner ends. But buckets have
+no locks, and the locks of many network file systems do not reach other machines. So the owner also writes its identity
+and a counter to the lease file, and renews the lease by incrementing the counter.
 
 The clocks of two machines are never compared. A process that finds another machine's lease polls it. If the lease does
-not change for `_LOST` seconds on the polling process's clock, that process takes the lease. The file's modification
-time would need no polling, but it may come from another machine's clock or from a cache. Two kinds of leases are taken
-immediately: one from an earlier start of the same job, and one whose owner ran on this machine and has ended.
+not change for `_LOST` seconds on the polling process's clock, that process takes the lease. The age of the lease file
+would show without polling whether the lease is still renewed, but the file's modification time may come from another
+machine's clock or from a cache. A process takes a lease immediately, without polling, if the lease is from an earlier
+start of the same job, or if its owner ran on this machine and has ended.
 
-No conditional write is available in both folders and buckets, so the last process that writes the lease file owns the
-run. The owner rereads the file before it first writes to the folder, at each renewal, every log_period updates, before
-each checkpoint and just before the checkpoint's commit. If the file names another process, the rereading process ends.
-Two processes can act as owners at the same time only if one of them pauses between reading and writing, and at most
-until one update after the next renewal by the process that has lost the run.
+Folders and buckets have no conditional write in common, so the last process that writes the lease file owns the run.
+The owner rereads the file before it first writes to the folder, at each renewal, every log_period updates, before each
+checkpoint and just before the checkpoint's commit. If the file names another process, the rereading process has lost
+the run, and ends. Two processes can act as owners at the same time only if one of them pauses between reading and
+writing the file. This state ends, at the latest, one update after the process that has lost the run next tries to renew
+its lease.
 """
 
 import contextlib
@@ -51,7 +53,8 @@ class Lease:
         threading.Thread(target=self._renew, args=(_RENEWED,), daemon=True).start()
 
     def check(self, look: bool = True) -> None:
-        """Raises UserError if another process has taken over the run. With `look`, rereads the lease file first."""
+        """Raises UserError if another process has taken over the run. If `look` is true, rereads the lease file
+        first."""
         if look:
             with self._using, contextlib.suppress(_ANY):
                 self._look()
@@ -92,7 +95,7 @@ class Lease:
         found = _found(self._file)
         if "pid" in found and found.get("id") != self._owner["id"]:
             self._other = f"{_said(found)} has taken over this run"
-        elif not found and _now() - self._written > _LOST:  # another process may have run and ended in that time
+        elif not found and _now() - self._written > _LOST:  # another process may have owned the run and ended meanwhile
             self._other = f"its lease was not renewed for {_LOST:.0f} s and is gone"
 
     def _write(self) -> None:
@@ -106,7 +109,8 @@ class Lease:
 
 
 def take(folder: Any, lock: IO[bytes], say: Callable[[str], None]) -> Lease | None:
-    """Takes the lease of the run in `folder`; returns None if its owner is alive. May wait up to 60 s to detect this.
+    """Takes the lease of the run in `folder`; returns None if another process owns the run and is alive. To check
+    whether that process is alive, this function may wait up to 60 s.
 
     Args:
       lock: the folder's lock, held by this process. It is released with the lease, or immediately if None is returned.
@@ -126,7 +130,8 @@ def take(folder: Any, lock: IO[bytes], say: Callable[[str], None]) -> Lease | No
 
 
 def is_held(folder: Any, say: Callable[[str], None]) -> bool:
-    """Returns whether another process owns the run in `folder` and is alive. May wait up to 60 s to detect this.
+    """Returns whether another process owns the run in `folder` and is alive. May wait up to 60 s to check whether that
+    process is alive.
 
     An earlier start of this process's job does not count as an owner.
     """
@@ -134,7 +139,7 @@ def is_held(folder: Any, say: Callable[[str], None]) -> bool:
     found = _found(file)
     if not found or (me["job"] and me["job"] == found.get("job") and me["start"] > found.get("start", 0)):
         return False
-    pid = found.get("pid")  # if equal to ours, the owner was an earlier process in a restarted container
+    pid = found.get("pid")  # if it is this process's id, the container was restarted, and the owner has ended
     if found.get("place") == me["place"] and isinstance(pid, int) and (pid == me["pid"] or not lives(pid)):
         return False
     say(f"{folder} belongs to {_said(found)}; waiting up to {_LOST:.0f} s to see whether it still runs")
@@ -179,7 +184,8 @@ def _place() -> str:
 
 
 def _job(environ: Mapping[str, str]) -> tuple[str, int]:
-    """Returns the name of the job, equal for a launch and its restarts, and the number of earlier starts of the job.
+    """Returns the name of the job, which is the same for a launch and its restarts, and the number of the job's earlier
+    starts.
 
     Returns ("", 0) if the environment names no job.
     """

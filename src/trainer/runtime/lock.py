@@ -10,7 +10,7 @@ LOCK_FILE = ".lock"
 
 
 def lock(folder: Path) -> IO[bytes] | None:
-    """Locks the folder for this process with a lock file in it; see `lock_file`."""
+    """Locks the folder for this process, with a lock file in the folder; see `lock_file`."""
     return lock_file(folder / LOCK_FILE)
 
 

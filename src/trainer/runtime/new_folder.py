@@ -47,7 +47,8 @@ def path_mistakes(paths: Sequence[str], named: Collection[str], *, file: bool = 
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Yields an empty folder next to `path`, and renames it to `path` at the end. After an error, removes it.
+    """Yields an empty folder next to `path`, and renames this folder to `path` at the end. After an error, removes the
+    folder.
 
     Raises:
       UserError: the folder cannot be created.
@@ -66,7 +67,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 def new_file(path: Path) -> Iterator[Path]:
     """Yields the path of a temporary file next to `path`, for the caller to write.
 
-    At the end, syncs the file and renames it to `path`. After an error, removes it.
+    At the end, syncs the temporary file and renames it to `path`. After an error, removes the temporary file.
 
     Raises:
       UserError: the file's folder cannot be created.
@@ -84,7 +85,7 @@ def new_file(path: Path) -> Iterator[Path]:
 
 
 def _discard(folder: Path) -> None:
-    """Removes `folder` if it exists. Renames it first, because Orbax's threads may still write into it."""
+    """Removes `folder` if it exists. Renames the folder first, because Orbax's threads may still write into it."""
     other = folder.with_name(f"{folder.name}-removed")
     for _ in range(3):
         with contextlib.suppress(OSError):

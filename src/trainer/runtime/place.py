@@ -11,12 +11,13 @@ from trainer.config.errors import UserError
 
 
 def share_of_rows(sharding: NamedSharding, rows: int) -> dict[str, int]:
-    """Returns which part of each batch of `rows` rows this process loads, as keyword arguments for data streams.
+    """Returns which part of each batch this process loads, as a dict of keyword arguments for data streams.
 
     Processes whose devices need the same rows, for example in one tensor-parallel group, load the same part.
 
     Args:
       sharding: the sharding of an array [rows].
+      rows: the number of rows of a batch.
 
     Returns:
       process_index and process_count: the index of this process's part, and the number of equally large parts. The rows
@@ -44,13 +45,13 @@ def share_of_rows(sharding: NamedSharding, rows: int) -> dict[str, int]:
 def place(
     batch: Mapping[str, np.ndarray], shardings: Mapping[str, NamedSharding], rows: int | None = None
 ) -> dict[str, jax.Array]:
-    """Transfers to the devices the arrays of a batch that `shardings` names.
+    """Transfers arrays of a batch to the devices. Returns a dict from each name in `shardings` to the device array.
 
     Args:
-      batch: the rows of this process, see `share_of_rows`.
+      batch: the arrays by name, with this process's rows (see `share_of_rows`), or with all rows.
       rows: the number of rows of the global batch; None if `batch` contains all rows.
     """
-    with jax.transfer_guard_host_to_device("allow"):  # an intended transfer
+    with jax.transfer_guard_host_to_device("allow"):  # this transfer is intended
         return {name: _place(batch[name], sharding, rows) for name, sharding in shardings.items()}
 
 

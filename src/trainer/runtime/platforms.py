@@ -64,7 +64,8 @@ def prepare_to_compile(topology: str) -> None:
 
 
 def simulate_cpu_devices(count: int) -> None:
-    """Makes JAX simulate `count` devices on the CPU. Keeps other XLA_FLAGS, and overrides an earlier device count."""
+    """Makes JAX simulate `count` devices on the CPU. Keeps the other flags in XLA_FLAGS, and overrides an earlier
+    device count."""
     flag = f"--xla_force_host_platform_device_count={count}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()  # the last flag wins
 
@@ -82,7 +83,7 @@ def add_threads_for_simulated_devices() -> None:
 
 
 def _plugins() -> set[str]:
-    """Returns the names of the installed JAX plugins, which are discovered in the same way as in JAX."""
+    """Returns the names of the installed JAX plugins, discovered in the same way as by JAX."""
     spec = importlib.util.find_spec("jax_plugins")
     folders = list(spec.submodule_search_locations or ()) if spec else []
     entries = metadata.entry_points(group="jax_plugins")

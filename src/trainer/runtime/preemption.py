@@ -29,13 +29,13 @@ class Preemption:
     to all processes. Ctrl-C is converted to SIGTERM.
 
     Attributes:
-      requested: whether the run should end. With several processes, this is the last result of `check`; with a single
-        process, it is always current.
+      requested: whether the run should end. With several processes, it is the last result of `check`; with a single
+        process, it changes as soon as a signal arrives.
       number: the first signal that requested the end; 0 if there was no signal.
     """
 
     def __init__(self, saves: bool = True) -> None:
-        """`saves`: whether the run saves a checkpoint when it ends, for the message that Ctrl-C prints."""
+        """`saves`: whether the run saves a checkpoint when it ends. The message that Ctrl-C prints depends on this."""
         import jax
 
         self.requested, self.number = False, 0
@@ -48,9 +48,9 @@ class Preemption:
 
         JAX chooses a sync point: one more than the largest step number with which any process has called
         `reached_preemption_sync_point`. Only the call with exactly this number returns True. Orbax also calls this
-        function when it saves, with the number `updates`, so during training the sync point is `updates + 1`. The
-        first call of `check` passes all numbers from 1, because a signal that arrived while a resumed run started has
-        the sync point 1.
+        function when it saves, with the number `updates`, so during training the sync point is `updates + 1`. The first
+        call of `check` passes every number from 1 to `updates + 1`, because a signal that arrived while a resumed run
+        started has the sync point 1.
         """
         if not self._alone and not self.requested:
             from jax.experimental.multihost_utils import reached_preemption_sync_point
@@ -80,7 +80,7 @@ class Preemption:
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         how = "saves and ends" if self._saves else "ends without saving (enable_checkpointing=false)"
-        with contextlib.suppress(OSError):  # not `print`, which the signal may have interrupted
+        with contextlib.suppress(OSError):  # not `print`, because the signal may have interrupted a `print`
             os.write(2, f"Ctrl-C: the run {how} after this update; Ctrl-C again ends it at once\n".encode())
         self.number = self.number or number
         if self._alone:
@@ -128,8 +128,8 @@ def _exit_at_signal(received: int, taken: list[signal.Signals], text: str) -> No
         if number[0] in taken:
             try:
                 print(f"{NAMES[signal.Signals(number[0])]}: {text}", flush=True)
-            finally:  # even if the output is a closed pipe
-                if number[0] == signal.SIGINT:  # by the default action, so that a shell loop also ends
+            finally:  # even if the output is a closed pipe and `print` fails
+                if number[0] == signal.SIGINT:  # SIGINT's default action also ends a shell loop
                     ctypes.CDLL(None).signal(signal.SIGINT, None)  # `signal.signal` works only in the main thread
                     os.kill(os.getpid(), signal.SIGINT)
                 os._exit(exit_code(number[0]))

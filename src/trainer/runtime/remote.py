@@ -27,15 +27,15 @@ T = TypeVar("T")
 _FIRST, _BLOCK = 1 << 18, 1 << 22  # bytes of the first and of the largest block; sizes double from block to block
 _BUFFER = 1 << 16  # size of the buffer that `io.BufferedReader` fills
 _TOGETHER = 16  # files that are looked up concurrently
-# Properties that change with a file's content, under their names in different file systems, the most reliable first.
-# Values of _CONTENTS are equal only for equal contents; values of _TIMES may be equal for different contents.
+# Names, in different file systems, of properties that change with a file's content; the most reliable are first. Values
+# of _CONTENTS are equal only for equal contents; values of _TIMES may be equal for different contents.
 _CONTENTS = ("md5Hash", "Content-MD5", "generation", "blob_id", "ETag", "etag")
 _TIMES = ("Last-Modified", "LastModified", "updated", "mtime", "created")
 
 
 @dataclass(frozen=True, order=True)
 class RemoteFile:
-    """One version of a remote file. Reading raises UserError if the file has changed since it was looked up.
+    """One version of a remote file. Reading raises UserError if the file has changed since this object was created.
 
     Attributes:
       url: the address of the file.
@@ -69,7 +69,7 @@ class RemoteFile:
 
     @property
     def content(self) -> str | None:
-        """A text that identifies the content; None if no property of the file reliably does."""
+        """A text that identifies the content; None if no property of the file identifies its content reliably."""
         name = next((name for name in _CONTENTS if name in self.marks), None)
         if name is None or self.marks[name].startswith("W/"):  # a weak ETag may be equal for different contents
             return None
@@ -80,8 +80,8 @@ class RemoteFile:
         return SimpleNamespace(st_size=self.size)
 
     def open(self, mode: str = "rb", buffering: int = -1, stop: int | None = None) -> Any:
-        """Opens the file for reading bytes. With `buffering=0`, each read requests exactly its range. Otherwise
-        the file is read in blocks, with one block of read-ahead, which does not extend beyond `stop`."""
+        """Opens the file for reading bytes. With `buffering=0`, each read requests exactly its range. Otherwise the
+        file is read in blocks, with one block of read-ahead. Read-ahead does not extend beyond `stop`."""
         assert mode == "rb"
         if not buffering:
             return _Reader(self, None)
@@ -98,7 +98,7 @@ class RemoteFile:
             return file.read(self.size)
 
     def copied(self) -> io.FileIO:
-        """Opens a local copy of the file, and creates it first if necessary. An open copy is not removed."""
+        """Opens a local copy of the file, and creates the copy first if necessary. An open copy is not removed."""
         return self.copies.open(self)
 
     def blocks(self, start: int, stop: int) -> Iterator[bytes]:
@@ -115,7 +115,7 @@ class RemoteFile:
             yield data
 
     def check(self) -> None:
-        """Raises UserError if the file has changed since it was looked up."""
+        """Looks the file up again. Raises UserError if it has changed since this object was created."""
         now = _found(self.url, self.copies)
         name = next((name for name in (*_CONTENTS, *_TIMES) if name in self.marks and name in now.marks), "")
         changes = [("size", self.size, now.size), (name, self.marks.get(name), now.marks.get(name))]
@@ -143,7 +143,7 @@ class RemoteFile:
             except Exception as error:
                 if status_of(error) in (412, 416):
                     self.check()
-                    options.pop("headers", None)  # the file is unchanged, so the server compares ETags differently
+                    options.pop("headers", None)  # the file is unchanged, so the server rejects a valid ETag
                 raise
             if len(data) < stop - start:
                 self.check()
@@ -154,13 +154,14 @@ class RemoteFile:
 
 
 class _Reader(io.RawIOBase):
-    """A raw stream over a `RemoteFile`; see `RemoteFile.open`. `stop`: the end of read-ahead; None: no read-ahead."""
+    """A raw stream over a `RemoteFile`; see `RemoteFile.open`. `stop`: the position at which read-ahead ends; None: no
+    read-ahead."""
 
     def __init__(self, file: RemoteFile, stop: int | None):
         self._file, self._stop, self._at = file, stop, 0
         self._blocks: Iterator[bytes] = iter(())
         self._block, self._end = memoryview(b""), -1  # the unread rest of a block, and the file position of its end
-        self._unchanged: Future[None] | None = later(file.check)  # runs while the first bytes are requested
+        self._unchanged: Future[None] | None = later(file.check)  # runs concurrently with the first request
 
     def readable(self) -> bool:
         return True
@@ -224,11 +225,12 @@ def data_files(pattern: str, copies: Copies) -> list[Any]:
     urls = _matching(pattern)
     with ThreadPoolExecutor(_TOGETHER) as pool:
         found = pool.map(lambda url: _of_info(url, urls[url], copies) or _found(url, copies), urls)
-        return sorted(found, key=lambda file: file.url.split("/"))  # as paths are sorted
+        return sorted(found, key=lambda file: file.url.split("/"))  # the order in which paths are sorted
 
 
 def _matching(pattern: str) -> dict[str, Mapping[str, Any]]:
-    """Returns the server's metadata of each file that a glob matches, by URL. Like `glob`, leaves out hidden names."""
+    """Returns a dict from the URL of each file that a glob matches to the server's metadata of the file. Like `glob`,
+    leaves out hidden names."""
     if is_http(pattern) and "?" in pattern:
         raise UserError(f"{without_secrets(pattern)}: a glob cannot have a query; give the URL of each file")
     parts = pattern.split("/")
@@ -286,7 +288,8 @@ def each(make: Callable[[Any], T], files: Sequence[Any]) -> list[T]:
 
 def _found(url: str, copies: Copies) -> RemoteFile:
     system, path = system_of(url)
-    # By default, the hub's metadata come from a cache and have no content marks.
+    # Without these options, the metadata from the Hugging Face hub come from a cache and lack the properties of
+    # _CONTENTS.
     fresh = {"refresh": True, "expand_info": True} if url.startswith("hf://") else {}
     info = patiently(url, lambda: call(system, "info", path, **fresh))
     if info.get("type") == "directory":
@@ -299,7 +302,7 @@ def _found(url: str, copies: Copies) -> RemoteFile:
 
 
 def _of_info(url: str, info: Mapping[str, Any], copies: Copies, marked: bool = True) -> RemoteFile | None:
-    """Returns the file that `info` describes; None if `info` contains no size.
+    """Returns the file that the server's metadata `info` describes; None if `info` contains no size.
 
     With `marked`, also returns None if `info` contains no property of _CONTENTS: the times are not used, because their
     formats in listings and in look-ups differ.

@@ -27,8 +27,8 @@ def handled(numbers: Iterable[signal.Signals], handler: Callable[[int, Any], obj
 def die_with(parent: int) -> None:
     """Makes this process die with its parent process, whose id is `parent`.
 
-    On systems other than Linux, a thread polls for the parent's death once a second, so the process dies later, and not
-    while other code blocks Python's threads.
+    On systems other than Linux, a thread checks once a second whether the parent has died, so this process dies later,
+    and does not die while other code blocks Python's threads.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -67,7 +67,8 @@ def size(path: Any) -> int:
 
 
 def read_now(path: Any, most: int) -> bytes:
-    """Returns up to `most` bytes of the current content of a small file, even if another machine has just written it.
+    """Returns the current content of a small file, up to `most` bytes, even if another machine has just written the
+    file.
 
     An ordinary read from a bucket may return outdated content, because of cached listings.
 

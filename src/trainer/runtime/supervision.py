@@ -38,7 +38,7 @@ _KEPT = 64 * 1024  # bytes from the end of the child's stderr that are kept for 
 
 
 def pulse() -> Callable[[str, str], None] | None:
-    """Returns a function (keyword, text) that reports to the supervisor; None if this process is not supervised.
+    """Returns a function (keyword, text) that sends a line to the supervisor; None if this process is not supervised.
 
     From this call on, the process dies with its supervisor, and writes the stacks of its threads when it gets
     `_STACKS_SIGNAL`. Call this function once, early.
@@ -62,7 +62,7 @@ def supervise(module: str, words: Sequence[str], config: Config) -> int:
 
     SIGTERM and Ctrl-C are forwarded to the child. If a phase or part takes longer than hang_timeout_seconds (or
     hang_grace_seconds, if it is in LONG), the child's stacks and the end of its stderr are written to a file. Then the
-    child gets SIGTERM, after which it may still save, and 20 seconds later SIGKILL.
+    child gets SIGTERM, after which it can still save a checkpoint, and 20 seconds later SIGKILL.
 
     Returns:
       The child's exit code, 128 + N if signal N ended it, or HANG after a hang.

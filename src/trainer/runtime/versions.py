@@ -32,8 +32,9 @@ def other_versions(before: Mapping[str, str]) -> str:
 def program() -> dict[str, str]:
     """Returns the properties of the installation that must be equal in all processes of a run, for `check_same`.
 
-    The values have one property per line: versions of packages, Python and the devices' compiler; digests of source
-    files. Bytecode and the kind of installation make no difference, because the source files themselves are read.
+    The result is a dict from a title to a text with one property per line. The properties are the versions of packages,
+    of Python and of the devices' compiler, and the digests of source files. Bytecode and the kind of installation make
+    no difference, because the source files themselves are read.
     """
     import jax
 
@@ -53,7 +54,8 @@ def program() -> dict[str, str]:
 
 
 def machine() -> dict[str, str]:
-    """Returns the properties outside of our code that affect a result's bits: versions, processor, XLA's flags."""
+    """Returns the properties outside of our code that affect the bits of a run's results: versions, processor, XLA's
+    flags."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")

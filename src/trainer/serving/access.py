@@ -54,7 +54,7 @@ def read_tokens(path: str, host: str) -> list[str]:
 
 
 class Access:
-    """Checks from a request's headers whether the request is allowed."""
+    """Decides from its headers whether a request is allowed."""
 
     def __init__(self, tokens: Sequence[str]):
         self._digests = [_digest(token.encode()) for token in tokens]
@@ -76,7 +76,7 @@ class Access:
             return ""
         scheme, _, token = (authorization or "").partition(" ")
         digest = _digest(token.strip().encode(errors="replace"))
-        # Compared with each token, in constant time.
+        # The digest is compared with the digest of each token, in constant time.
         same = [hmac.compare_digest(digest, known) for known in self._digests]
         if scheme.lower() != "bearer" or not any(same):
             raise ApiError(

@@ -9,14 +9,14 @@ from typing import Any
 from trainer.serving.front import Delta, Generation
 from trainer.serving.texts import Names, Token
 
-_LEAST = -9999.0  # in place of the logarithm of zero, which JSON cannot represent
+_LEAST = -9999.0  # replaces minus infinity, the logarithm of zero, which JSON cannot represent
 
 
 class Answer:
     """Builds the JSON of the response to a request."""
 
     def __init__(self, generation: Generation, model: str, names: Names, prompts: Sequence[str]):
-        """`prompts`: the texts of the prompts; empty unless the request set echo."""
+        """`prompts`: the texts of the prompts; the sequence is empty unless the request set echo."""
         self._generation, self._query, self._names, self._prompts = generation, generation.query, names, prompts
         chat = self._query.chat
         self._head = {
@@ -61,8 +61,8 @@ class Answer:
         return {"index": i, **said, **self._details(i, scored, tokens, True), "finish_reason": parts[-1].end}
 
     def _echoed(self, part: Delta) -> tuple[str, list[Token]]:
-        """Returns the text of a choice's first part and the scored prompt tokens. With echo, the text begins with the
-        prompt; without echo, the list of tokens is empty."""
+        """Returns a pair for the first part of a choice: its text, and the list of scored prompt tokens. If the request
+        set echo, the text begins with the prompt; otherwise the list is empty."""
         if not self._query.echo:
             return part.text, []
         row, scores, before = self._generation.prompt_of(part.choice), part.prompt, list[Token]()
@@ -76,7 +76,8 @@ class Answer:
         return self._prompts[choice // self._query.n] if self._query.echo else ""
 
     def _details(self, choice: int, scored: list[Token], tokens: list[Token], first: bool) -> dict[str, Any]:
-        """Returns the fields of a choice for its generated tokens and the scored prompt tokens."""
+        """Returns the fields `logprobs`, `token_ids` and `prompt_token_ids` of a choice. `scored`: the scored prompt
+        tokens; `tokens`: the generated tokens; `first`: whether this is the first part of the choice."""
         found: dict[str, Any] = {"logprobs": None}
         tokens = [] if self._query.max_tokens == 0 else tokens
         if self._query.likeliest is not None:

@@ -18,7 +18,7 @@ from trainer.serving.errors import ApiError, timed_out
 from trainer.serving.front import READY, Front
 from trainer.serving.replies import Reply
 
-_MOST_DISCARDED = 1 << 28  # bytes of an oversized body that are read and discarded
+_MOST_DISCARDED = 1 << 28  # the most bytes of an oversized body that are read and discarded
 _PAGE = Path(__file__).with_name("page.html")
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 
@@ -62,12 +62,12 @@ class Routes:
         return Response(metrics.text(), headers={"content-type": metrics.content_type})
 
     async def models(self, request: Request) -> Response:
-        """Returns the entries of all model names: the base and its adapters."""
+        """Returns the entries of all models: the base and its adapters."""
         self._owner(request)
         return JSONResponse({"object": "list", "data": list(map(self._model, self._front.model.adapters))})
 
     async def model(self, request: Request) -> Response:
-        """Returns the entry of one model name."""
+        """Returns the entry of the model with a given name."""
         self._owner(request)
         name, _ = self._front.adapter(request.path_params["name"])
         return JSONResponse(self._model(name))
@@ -105,7 +105,8 @@ class Routes:
         """Returns the body. Raises ApiError if its content-type is not JSON, it is too large, or it arrives too late.
 
         A body that is too large is read to its end and discarded, because a client that is still sending would not see
-        the response. The error is immediate if the client sent the header Expect, or if the body is far too large.
+        the response. The rest of the body is not read if the client sent the header Expect, or if the body is far too
+        large.
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":

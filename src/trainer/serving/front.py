@@ -30,11 +30,12 @@ class Model(NamedTuple):
     """The served model.
 
     Attributes:
-      adapters: the numbers of the base (0) and its adapters, by the names that requests use.
+      adapters: maps the names that requests use for the base and its adapters to numbers: 0 for the base, and 1, 2, ...
+        for the adapters.
       begin, stop: the tokens before a prompt, and the tokens that end a text.
       turn_end: further tokens that end a response in a chat.
       default: the sampling parameters that apply if a request does not set them.
-      seed: the seed of requests that do not set one; None: each of them gets a random seed.
+      seed: the seed of requests that do not set a seed; None: each of these requests gets a random seed.
     """
 
     scheduler: Scheduler
@@ -58,7 +59,7 @@ class Delta(NamedTuple):
 
     Attributes:
       choice: the index of the choice.
-      text, tokens: the new text and the new tokens.
+      text, tokens: the text and the tokens of this part.
       end: why the choice ended; None while it continues.
       prompt: in the first part, the scores of the prompt's tokens, if they were requested.
     """
@@ -71,7 +72,7 @@ class Delta(NamedTuple):
 
 
 class Generation:
-    """The choices of a request: `query.n` for each prompt, in the order of the prompts."""
+    """The choices of a request: `query.n` choices for each prompt, in the order of the prompts."""
 
     def __init__(self, front: "Front", query: Query, prompts: list[list[int]], received: float):
         self.query, self.prompts, self.received = query, prompts, received
@@ -85,7 +86,7 @@ class Generation:
         return self.prompts[choice // self.query.n]
 
     def begin(self, numbers: list[int]) -> None:
-        """Sets the scheduler's request number of each choice."""
+        """Stores the scheduler's request number of each choice."""
         self._numbers = numbers
 
     def take(self, choice: int, event: Event) -> bool:
@@ -131,7 +132,7 @@ class Front:
     """
 
     def __init__(self, model: Model, metrics: Metrics, failed: Callable[[], None], say: Callable[[str], object]):
-        """`failed`: called if the scheduler's thread fails. `say`: see `Service`."""
+        """`failed`: called if the scheduler's thread fails. `say`: see `inference.service.Service`."""
         self.model, self.metrics, self.names = model, metrics, Names(model.tokenizer)
         self.state, self.created = STARTING, int(time.time())
         self.ready = asyncio.Event()
@@ -164,14 +165,14 @@ class Front:
             raise unavailable(f"the server is {self.state}", after=5)
 
     def adapter(self, name: str | None) -> tuple[str, int]:
-        """See `Reader.adapter`."""
+        """See `serving.reading.Reader.adapter`."""
         return self._reader.adapter(name)
 
     async def read(self, body: bytes, *, chat: bool) -> Read:
         """Parses a body into a request and the tokens of its prompts. Does not block the event loop.
 
         Raises:
-          ApiError: see `Reader.read`.
+          ApiError: see `serving.reading.Reader.read`.
         """
         if len(body) > LARGE:
             return await (self._huge if len(body) > HUGE else self._large).read(body, chat)
@@ -214,7 +215,8 @@ class Front:
         return generation
 
     def release(self, generation: Generation, numbers: Sequence[int]) -> None:
-        """Cancels those choices that are still running, and removes the generation.
+        """Cancels those choices of `generation` that are still running, and removes `generation` from the requests in
+        progress.
 
         `numbers`: the scheduler's request numbers of the choices.
         """

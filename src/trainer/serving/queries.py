@@ -22,8 +22,8 @@ class Parameter(NamedTuple):
 
     Attributes:
       field: the valid values that have an effect; None if no value has an effect.
-      neutral: the other valid values. They have no effect: a parameter with one of these values is treated as absent.
-        Many clients send them by default. If `neutral` is a Field, it contains all values that the Field accepts.
+      neutral: the valid values that have no effect: a parameter with one of these values is treated as absent. Many
+        clients send such values by default. If `neutral` is a Field, all values that the Field accepts have no effect.
 
     A parameter with neither `field` nor `neutral` is checked by a separate function.
     """
@@ -39,7 +39,7 @@ class Parameter(NamedTuple):
         return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in self.neutral)
 
     def problem(self, name: str, value: Any) -> str:
-        """Returns the error message for a value that is not neutral; "" if the value is valid."""
+        """Returns the error message for an invalid `value`, which is not one of `neutral`; "" if `value` is valid."""
         if self.field is not None:
             return "".join(field_problems({name: value}, {name: self.field}))
         if isinstance(self.neutral, Field):
@@ -118,9 +118,9 @@ class Query:
     """A request.
 
     Attributes:
-      prompts: each is a text or a list of tokens. A chat has one prompt: the list of its messages.
-      max_tokens: the requested maximum number of generated tokens. The request is refused if they do not fit after the
-        prompt. None: the request sets no maximum, and `most` applies.
+      prompts: the prompts, each a text or a list of tokens. A chat has one prompt: the list of its messages.
+      max_tokens: the requested maximum number of generated tokens. A request for which this number does not fit after
+        the prompt is refused. None: the request sets no maximum, and `most` applies.
       most: the default maximum for requests without max_tokens, lowered if fewer tokens fit; None: as many tokens as
         fit.
       likeliest: the number of most likely tokens that are returned, with their log-probabilities, for each position;
@@ -165,7 +165,8 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def query(given: Mapping[str, Any], *, chat: bool, default: Sampling) -> Query:
-    """Converts the JSON object of a request. `default`: the values of unset sampling parameters.
+    """Converts the JSON object of a request to a `Query`. `default`: the values of sampling parameters that the request
+    does not set.
 
     Raises:
       ApiError: parameters are invalid or not supported; the message names them.
@@ -180,7 +181,7 @@ def query(given: Mapping[str, Any], *, chat: bool, default: Sampling) -> Query:
 
 
 def _acted_on(given: Mapping[str, Any], table: Mapping[str, Parameter]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns the parameters that are not neutral, and the error messages by parameter name."""
+    """Returns a pair: the parameters whose values have an effect, and a dict from parameter names to error messages."""
     given = _given(given)
     kept = {name: value for name, value in given.items() if name not in table or not table[name].leaves_as_is(value)}
     unknown = itertools.islice((name for name in kept if name not in table), _MOST_SAID)

@@ -1,9 +1,9 @@
 """Converts the body of a request to tokens. Large bodies are read in separate processes.
 
-A body of megabytes can take seconds to parse, render and encode, even if its prompt turns out to be too long. In a
-thread, this work would delay the event loop and every other request, because Python runs one thread at a time. Bodies
-of more than HUGE bytes are read in a second process, so that other large bodies, such as long conversations, do not
-wait for them.
+Parsing a body of megabytes, rendering its chat template and encoding its prompt can take seconds, even if the prompt
+turns out to be too long. In a thread, this work would delay the event loop and every other request, because Python runs
+one thread at a time. Bodies of more than LARGE bytes are read in a separate process, and bodies of more than HUGE bytes
+in a second one, so that ordinary large bodies, such as long conversations, do not wait for huge bodies.
 """
 
 import asyncio
@@ -36,7 +36,8 @@ class Reader(NamedTuple):
       default: the values of sampling parameters that a request does not set.
       longest: the maximum number of tokens of a prompt.
       room: the maximum number of tokens of a prompt plus the tokens generated for it.
-      adapters: the numbers of the base (0) and its adapters, by the names that requests use.
+      adapters: maps the names that requests use for the base and its adapters to numbers: 0 for the base, and 1, 2, ...
+        for the adapters.
     """
 
     tokenizer: Tokenizer
@@ -63,7 +64,7 @@ class Reader(NamedTuple):
         return found, rows
 
     def adapter(self, name: str | None) -> tuple[str, int]:
-        """Returns `name` (default: the first model) and its number in `adapters`. Raises ApiError for unknown names."""
+        """Returns `name` (default: the first name in `adapters`) and its number. Raises ApiError for unknown names."""
         name = next(iter(self.adapters)) if name is None else name
         if name not in self.adapters:
             there = ", ".join(self.adapters)
@@ -96,17 +97,17 @@ class OneAside:
     """A separate process that reads bodies one at a time. It is started when the first body arrives."""
 
     def __init__(self, reader: Reader, seconds: float, check: Callable[[], None]):
-        """`seconds`: the time limit for reading one body. `check`: called before a body is read; raises
-        ApiError if the server no longer reads bodies."""
+        """`seconds`: the time limit for reading one body. `check`: is called before a body is read, and raises ApiError
+        if the server no longer reads bodies."""
         self._reader, self._seconds, self._check = reader, seconds, check
-        self._thread = ThreadPoolExecutor(1, "large requests")  # waits for the process
+        self._thread = ThreadPoolExecutor(1, "large requests")  # the thread that waits for the process
         self._waiting = 0
         self._process: Any = None
-        self._ours: Any = None  # this end of the pipe to the process
+        self._ours: Any = None  # this process's end of the pipe
 
     async def read(self, body: bytes, chat: bool) -> Read:
         """See `Reader.read`. Also raises ApiError if too many bodies are waiting, if the process ends, or if reading
-        exceeds the time limit; the process is then killed."""
+        exceeds the time limit. After a timeout, the process is killed."""
         if self._waiting >= _MOST_WAITING:
             raise unavailable(f"{_MOST_WAITING} large requests are already waiting to be read", 429)
         self._waiting += 1

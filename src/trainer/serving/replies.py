@@ -1,4 +1,4 @@
-"""Sends the answer to a request. Ends the request if its client disconnects or its time limit is exceeded."""
+"""Sends the response to a request. Ends the request if its client disconnects or its time limit is exceeded."""
 
 import asyncio
 import json
@@ -53,7 +53,7 @@ class Reply:
             await self._json(answer.whole(parts), 200, {}, scope, receive, send)
             return
         async for part in generation.parts():
-            if not self._started:  # not earlier, so that an error before the first part can set the status
+            if not self._started:  # sent this late, so that an earlier error can set the status
                 self._started = True
                 headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -63,7 +63,7 @@ class Reply:
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
     async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends an error. Closes the connection if the client does not receive the error."""
+        """Sends an error. Closes the connection if the client does not receive the error within _LAST_SECONDS."""
 
         async def said() -> None:
             if not self._started:
@@ -76,7 +76,7 @@ class Reply:
             await asyncio.wait_for(said(), _LAST_SECONDS)
         except TimeoutError:
             scope["state"]["connection"].abort()
-            await asyncio.sleep(0.01)  # lets the server notice that the connection is closed
+            await asyncio.sleep(0.01)  # lets the server detect that the connection is closed
 
     async def _json(
         self, body: Any, status: int, headers: dict[str, str], scope: Scope, receive: Receive, send: Send
@@ -90,6 +90,6 @@ class Reply:
 
 
 async def _gone(receive: Receive) -> None:
-    """Returns when the client has closed the connection."""
+    """Waits until the client has closed the connection."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -19,11 +19,12 @@ from trainer.serving.front import FAILED, READY, Front, Model
 from trainer.serving.metrics import Metrics
 
 _KEEP_ALIVE_SECONDS = 30
-_GRACE_SECONDS = 5  # time after drain_seconds in which errors about the shutdown are sent
+_GRACE_SECONDS = 5  # seconds after drain_seconds in which clients get errors about the shutdown
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """Returns a bound socket that does not listen yet. Raises UserError if the address is in use or does not exist."""
+    """Returns a socket that is bound to the configured address but does not listen yet. Raises UserError if the address
+    is in use or does not exist."""
     with contextlib.ExitStack() as failing:
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

@@ -1,4 +1,4 @@
-"""Converts the tokens of a choice (one generated answer) to text as they arrive.
+"""Converts the tokens of a choice (one generated answer) to text as the tokens arrive.
 
 The text contains only complete characters, and ends before a stop string.
 """
@@ -60,7 +60,8 @@ class Text:
         return self._released(size, all_tokens=ended and not self.stopped)
 
     def _uncertain(self) -> int:
-        """Returns how many characters at the end of the held text may be the beginning of a stop string."""
+        """Returns how many characters at the end of the text that is held back may be the beginning of a stop
+        string."""
         longest = max(map(len, self._stop), default=1) - 1
         text = self._held[-longest:] if longest else ""
         ends = (text[i:] for i in range(len(text)))
@@ -97,7 +98,8 @@ class Names:
         return self._tokenizer.token_bytes(token) if token < self._tokenizer.vocab_size else b""
 
     def starts(self, tokens: Sequence[int]) -> list[int]:
-        """Returns the index of each token's first character in the whole text. Special tokens count as empty."""
+        """Returns, for each token, the index of its first character in the text of all tokens. Special tokens have no
+        characters."""
         found, characters = [], 0
         for token in tokens:
             found.append(characters)

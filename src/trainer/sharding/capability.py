@@ -50,7 +50,8 @@ def _is_absent_gpu(device: Any) -> bool:
 
 
 def compute_capability(devices: Sequence[jax.Device]) -> tuple[int, int] | None:
-    """Returns the lowest CUDA compute capability of `devices`, such as (9, 0) for an H200; None if one has none."""
+    """Returns the lowest CUDA compute capability of `devices`, such as (9, 0) for an H200; None if a device has
+    none."""
     found = [re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", ""))) for device in devices]
     known = [(int(match[1]), int(match[2])) for match in found if match]
     return min(known) if len(known) == len(found) else None

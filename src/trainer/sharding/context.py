@@ -53,7 +53,8 @@ def _traced_on(where: tuple[Mesh, Rules] | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def inside_stages() -> Iterator[None]:
-    """A context in which only the logical axes `activation_stage` and `stages` are sharded over a pipeline's stages."""
+    """A context in which, of all logical axes, only `activation_stage` and `stages` are sharded over the mesh axes of a
+    pipeline's stages."""
     current = current_mesh.get()
     with _traced_on(None if current is None else (current[0], _without_stages(current[1]))):
         yield
@@ -83,7 +84,8 @@ def over_stages(fn: Callable[..., Any], in_axes: Any) -> Callable[..., Any]:
 
 
 def same_mesh() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Returns a function that returns a context with the current mesh and rules, for a backward pass traced later."""
+    """Returns a function that returns a context with the current mesh and rules, for a backward pass that is traced
+    later."""
     return functools.partial(_traced_on, current_mesh.get())
 
 
@@ -138,8 +140,8 @@ def for_product(x: jax.Array, rows: Sequence[str | None], names: Sequence[str | 
     Args:
       x: [*rows, *axes].
       rows: the logical names of the row axes.
-      names: the logical names of the corresponding axes of the matrix. Mesh axes that shard rows are ignored in them,
-        because the matrix is all-gathered over these mesh axes.
+      names: the logical names of the corresponding axes of the matrix. Mesh axes that shard the row axes do not shard
+        these axes, because the matrix is all-gathered over such mesh axes.
     """
     current = current_mesh.get()
     if current is None or on_tpu() or jax.sharding.get_abstract_mesh().manual_axes:
@@ -168,7 +170,7 @@ def mesh_axes(name: str) -> tuple[str, ...]:
 
 
 def shards(names: Sequence[str | None]) -> int:
-    """Returns the number of parts into which the compiler shards an array with axes `names`; 1 outside of `on_mesh`.
+    """Returns the number of shards into which the compiler divides an array with axes `names`; 1 outside of `on_mesh`.
 
     Inside `shard_mapped`, manual mesh axes do not count.
     """
@@ -181,7 +183,7 @@ def shards(names: Sequence[str | None]) -> int:
 
 
 def splits_rows() -> bool:
-    """Returns whether the compiler divides rows along their tokens (`activation_length`)."""
+    """Returns whether the compiler shards the tokens of each row (the logical axis `activation_length`)."""
     current = current_mesh.get()
     return current is not None and "activation_length" in current[1] and shards(("activation_length",)) > 1
 
@@ -189,8 +191,8 @@ def splits_rows() -> bool:
 def sharding_of(names: Sequence[str | None], shape: Sequence[int]) -> NamedSharding | None:
     """Returns the sharding of an array of `shape` with logical axes `names`; None outside of `on_mesh`.
 
-    Inside `shard_mapped`, `shape` is the shape of one device's shard, and the sharding omits manual mesh axes; the
-    result is None if a mesh axis of the rule MAPPED is manual.
+    Inside `shard_mapped`, `shape` is the shape of one device's shard, and the returned sharding omits manual mesh axes.
+    If a mesh axis of the rule MAPPED is manual, the result is None.
     """
     current = current_mesh.get()
     if current is None:
@@ -200,7 +202,7 @@ def sharding_of(names: Sequence[str | None], shape: Sequence[int]) -> NamedShard
     if not inside.manual_axes:
         return named_sharding(mesh, names, shape, rules)
     if any(axis in inside.manual_axes for axis in rules.get(MAPPED, ())):
-        return None  # the compiler chooses, because JAX's vmap rule would add the mapped axis, which is manual here
+        return None  # the compiler chooses the sharding: JAX's vmap rule would add the mapped axis, which is manual
     free = {name: tuple(axis for axis in axes if axis not in inside.manual_axes) for name, axes in rules.items()}
     return named_sharding(inside, names, shape, free)
 

@@ -13,14 +13,14 @@ from trainer.sharding.rules import without_fsdp
 
 
 def gathered_over_fsdp(x: jax.Array, names: Sequence[str | None]) -> jax.Array:
-    """Returns `x` sharded by `names`, but all-gathered over the mesh axes in `config.derived.FSDP`. Its gradient is
-    sharded by `names` over all mesh axes, including these."""
+    """Returns `x` sharded by `names`, but all-gathered over the mesh axes in `config.derived.FSDP`. The gradient of `x`
+    is sharded by `names` over all mesh axes, including those in FSDP."""
     at = sharding_of(names, x.shape)
     return x if at is None else _resharded(jax.lax.with_sharding_constraint(x, at), without_fsdp(at), at)
 
 
 def with_gradient_over(x: jax.Array, names: Sequence[str | None]) -> jax.Array:
-    """Returns `x` unchanged. Its gradient is sharded by `names`, regardless of how `x` is sharded."""
+    """Returns `x` unchanged. The gradient of `x` is sharded by `names`, regardless of how `x` is sharded."""
     at = sharding_of(names, x.shape)
     return x if at is None else _resharded(x, None, at)
 
@@ -53,11 +53,11 @@ def reduce_gradient_early(
 
     Without this function, the compiler stores the unreduced gradient of a matrix at the end of a model throughout the
     backward pass of all layers. On TPU, if a device has more rows than the matrix has inputs, the matrix is
-    all-gathered before the product. Otherwise libtpu would compute the product in a ring, with two copies of the
-    result, and the result is larger than the matrix.
+    all-gathered before the product. Without this all-gather, libtpu would compute the product in a ring, with two
+    copies of the result, which in this case is larger than the matrix.
 
     Args:
-      x: [*rows, *inputs]. Inside `shard_mapped`, where each device has separate gradients, `x` and `matrix` are
+      x: [*rows, *inputs]. Inside `shard_mapped`, where gradients are separate on each device, `x` and `matrix` are
         returned unchanged.
       matrix: [*inputs, *outputs] or [*outputs, *inputs].
       names: the logical names of the axes of `matrix`.

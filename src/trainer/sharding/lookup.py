@@ -54,8 +54,8 @@ _Add = Callable[[Sequence[int], jax.Array, jax.Array], jax.Array]  # `_sum`, or 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _rows(table: jax.Array, ids: jax.Array, dtype: jnp.dtype, add: _Add) -> jax.Array:
-    # With a cast after the lookup, the gradient would be summed in float32, too, but devices would exchange float32
-    # rows.
+    # The cast precedes the lookup. With a cast after the lookup, the gradient would also be summed in float32, but
+    # devices would exchange float32 rows.
     return table.astype(dtype)[ids]
 
 
@@ -78,15 +78,17 @@ _rows.defvjp(_rows_forward, _rows_backward)
 
 
 def _sum(shape: Sequence[int], ids: jax.Array, rows: jax.Array, ordered: bool = False) -> jax.Array:
-    """Returns a float32 array of `shape` that contains, at each index, the sum of the `rows` with that id."""
+    """Returns a float32 array of `shape`. Its entry at each index of the first axis is the sum of the `rows` with this
+    id."""
     return jnp.zeros(shape, jnp.float32).at[ids].add(rows.astype(jnp.float32), indices_are_sorted=ordered)
 
 
 def _steps(names: Sequence[str | None], out_names: Sequence[str | None], ndim: int) -> list[NamedSharding]:
-    """Returns a sequence of shardings of looked-up rows, from the ids' sharding to the sharding of the table's columns.
-    The sequence is empty unless the columns' mesh axes, such as fsdp and context, shard more than one axis of the ids.
+    """Returns a list of shardings of looked-up rows. They lead step by step from the sharding of the ids to the
+    sharding of the table's columns. The list is empty unless the columns' mesh axes, such as fsdp and context, shard
+    more than one axis of the ids.
 
-    Each transition is one all-to-all. Without the sequence, the compiler all-gathers the rows of all ids.
+    Each step is one all-to-all. Without the steps, the compiler all-gathers the rows of all ids.
     """
     current = current_mesh.get()
     if current is None or jax.sharding.get_abstract_mesh().manual_axes:
@@ -115,7 +117,7 @@ def _in_steps(
 
 
 def _only_rows_are_split(names: Sequence[str | None], out_names: Sequence[str | None], ndim: int) -> bool:
-    """Returns whether the ids, with `ndim` axes, are sharded and the table is replicated."""
+    """Returns whether the ids, an array with `ndim` axes, are sharded and the table is replicated."""
     if current_mesh.get() is None or jax.sharding.get_abstract_mesh().manual_axes:
         return False
     return shards(out_names[:ndim]) > 1 == shards(names) == shards(out_names[ndim:])
@@ -133,10 +135,11 @@ def _summed_by_device(
     """Returns the same as `_sum`, for the case `_only_rows_are_split`: each device sums its rows in the order of their
     ids, then an all-reduce adds the results.
 
-    If the ids are sorted, libtpu all-reduces the sum in place. If not, it computes the sum with another kernel, and the
-    all-reduce needs a second float32 array of the table's size.
+    If the ids are sorted, libtpu all-reduces the sum in place. If the ids are not sorted, libtpu computes the sum with
+    another kernel, and the all-reduce needs a second float32 array of the table's size.
 
-    `mesh`: returns the mesh context of the forward pass (`same_mesh`). JAX may trace the backward pass outside of it.
+    `mesh`: a function that returns the mesh context of the forward pass (`same_mesh`), because JAX may trace the
+    backward pass outside of this context.
     """
     of_ids = Axes(out_names[: ids.ndim])
 
@@ -153,8 +156,8 @@ def _summed_by_device(
 def _by_columns(
     names: Sequence[str | None], out_names: Sequence[str | None], ndim: int
 ) -> tuple[NamedSharding, NamedSharding] | None:
-    """Returns shardings of ids and rows for `_summed_by_columns`; None unless the ids are sharded over all mesh axes of
-    the columns and over at least one more."""
+    """Returns a pair for `_summed_by_columns`: the sharding of the ids, and that of the rows. Returns None unless the
+    ids are sharded over all mesh axes of the columns and over at least one other mesh axis."""
     current = current_mesh.get()
     if current is None or jax.sharding.get_abstract_mesh().manual_axes:
         return None

@@ -20,15 +20,15 @@ def get_mesh_from_config(config: Config, devices: Sequence[jax.Device] | None = 
     """Returns the mesh of `config`, resolved or not, over `devices` (default: all devices of all processes).
 
     Raises:
-      UserError: the configuration does not fit the devices. Reports all mistakes at once.
+      UserError: the configuration does not fit the devices. The message lists all mistakes.
     """
     devices = jax.devices() if devices is None else devices
     return make_mesh(resolve(config, **hardware(devices)), devices)
 
 
 def side_devices(config: Config, devices: Sequence[jax.Device]) -> Sequence[jax.Device]:
-    """Returns the devices of one side of a comparison: as many of `devices` as the side's mesh needs; all of them if a
-    mesh size is -1 or if there are several slices."""
+    """Returns the devices of one side of a comparison: as many of `devices` as the side's mesh needs, or all of
+    `devices` if a mesh size is -1 or if there are several slices."""
     sizes = [config[key] for key in ICI.values()]
     if -1 in sizes or (slice_count(devices) or 1) > 1:  # with several slices, a DCN size may be -1
         return devices

@@ -12,8 +12,8 @@ from trainer.config.errors import UserError
 from trainer.sharding.context import shards
 from trainer.sharding.rules import Axes, Tiles
 
-# The logical axes that stack layers. They are the leading axes of a stack's parameters: only LAYERS without a pipeline,
-# all three names with a pipeline.
+# The logical axes that stack layers. They are the leading axes of a stack's parameters: all three with a pipeline, and
+# only LAYERS without a pipeline.
 REPEATS, STAGES, LAYERS = STACKED = ("circular_repeats", "stages", "layers")
 
 
@@ -30,9 +30,9 @@ def axes_of_parts(axes: Axes, parameter: Any, name: str = "a parameter") -> Any:
     shape, but may lack some axes or have length 1 in them.
 
     A part that lacks no axis may also have one entry for each tile of an axis, such as a scale for each group of
-    inputs. If all tiles have equal lengths, this axis of the part keeps its name, as `Tiles`: each device then stores
-    the entries for its tiles of the parameter, or for all tiles if the mesh does not divide the number of tiles. If the
-    last tile is shorter, this axis of the part has no name.
+    inputs. If all tiles have equal lengths, this axis of the part keeps its name, as a `rules.Tiles`: each device
+    stores the entries for its tiles of the parameter, or for all tiles if the mesh does not divide the number of tiles.
+    If the last tile is shorter, this axis of the part has no name.
 
     Raises:
       UserError: the shape of a part does not fit, or it is ambiguous which of several equally long axes a part lacks.
@@ -59,9 +59,9 @@ def axes_of_parts(axes: Axes, parameter: Any, name: str = "a parameter") -> Any:
 
 def with_own_tiles(axes: Axes, parameter: Any, name: str = "a parameter") -> Any:
     """Returns the parameter with parts that `shard_mapped` can shard like the parameter: if a tile would span devices,
-    tiles are divided into smaller ones, and the entry of a tile is repeated for each of them. `axes`: the axes by which
-    `shard_mapped` shards the parameter. Raises UserError if the last tile of a sharded axis is shorter than the
-    others."""
+    tiles are divided into smaller ones, and the entry of a tile is repeated for each of its smaller tiles. `axes`: the
+    axes by which `shard_mapped` shards the parameter. Raises UserError if the last tile of a sharded axis is shorter
+    than the others."""
     if jax.tree_util.all_leaves([parameter]):
         return parameter
     whole = _whole(axes, parameter)
@@ -105,7 +105,8 @@ def kept_axes(axes: Axes, whole: Sequence[int], shape: Sequence[int]) -> list[Ax
     for kept in itertools.combinations(range(len(axes)), len(shape)):
         if stacked <= set(kept) and all(size in (1, whole[i]) for size, i in zip(shape, kept, strict=True)):
             names = Axes(axes[i] if size == whole[i] else None for size, i in zip(shape, kept, strict=True))
-            # An axis of length 1 is never sharded, so results that differ only in its name count as equal.
+            # An axis of length 1 is never sharded, so results that differ only in the name of such an axis count as
+            # equal.
             found.setdefault(tuple(name if size > 1 else None for name, size in zip(names, shape, strict=True)), names)
     return list(found.values())
 

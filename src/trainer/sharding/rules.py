@@ -61,8 +61,8 @@ def named_sharding(
     """Returns the sharding on `mesh` of an array of `shape` with logical axes `names`; `what`: see `spec`.
 
     Raises:
-      UserError: for the reasons in `spec`, or because the mesh axes of an axis whose name is not a `Tiles` do not
-        divide the size of this axis.
+      UserError: for the reasons in `spec`, or because the mesh axes of a logical axis do not divide the size of this
+        axis. (If the axis is named by a `Tiles`, it is replicated instead.)
     """
     partition = spec(names, rules, what, shape)
     entries = []
@@ -76,7 +76,7 @@ def named_sharding(
 
 
 def without_fsdp(sharding: NamedSharding) -> NamedSharding:
-    """Returns `sharding` without the axes of FSDP."""
+    """Returns `sharding` without the mesh axes in `config.derived.FSDP`."""
     kept = [entry([axis for axis in axes_of(part) if axis not in FSDP]) for part in sharding.spec]
     return NamedSharding(sharding.mesh, PartitionSpec(*kept), memory_kind=sharding.memory_kind)
 
@@ -111,7 +111,7 @@ def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def entry(axes: Sequence[str]) -> str | tuple[str, ...] | None:
-    """Returns the entry of a PartitionSpec for mesh axes; the inverse of `axes_of`."""
+    """Returns the entry of a PartitionSpec that stands for the mesh axes `axes`. Inverts `axes_of`."""
     return axes[0] if len(axes) == 1 else tuple(axes) or None
 
 

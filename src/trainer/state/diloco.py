@@ -37,10 +37,10 @@ class DiLoCoTrainState(NamedTuple):
     params: Any  # the outer parameters, a nested dict of canonical names; float32 where an island has bfloat16
     outer_opt_state: Any  # state of the outer optimizer: optax's structure over `params`
     step: Any  # int32 []
-    # int32 []. With a delay, the islands merge a fragment of the parameters (`state.fragments`) some updates after the
-    # update that synchronized the fragment. Until then, the fragment is pending: `in_flight` is the number of the
-    # update that synchronized it, and the outer parameters already contain its new values. If no fragment is pending,
-    # `in_flight` is 0. Without a delay, it is None.
+    # int32 []. With a synchronization delay, the islands merge a fragment of the parameters (`state.fragments`) some
+    # updates after the update that synchronized the fragment. Until then, the fragment is pending: `in_flight` is the
+    # number of the update that synchronized it, and the outer parameters already contain its new values. If no fragment
+    # is pending, `in_flight` is 0. Without a delay, `in_flight` is None.
     in_flight: Any = None
 
 
@@ -68,7 +68,7 @@ def widened(params: Any) -> Any:
             return leaf
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf.update(dtype=jnp.float32)
-        return jax.lax.optimization_barrier(leaf).astype(jnp.float32)  # else XLA drops a cast to bfloat16 and back
+        return jax.lax.optimization_barrier(leaf).astype(jnp.float32)  # or XLA removes a cast to bfloat16 and back
 
     return jax.tree.map(one, params)
 
@@ -77,7 +77,7 @@ def like_islands(count: int, tree: TrainTree) -> DiLoCoTrainState:
     """Returns the outer parameters, the step, and the `rest` of `count` islands as ShapeDtypeStructs, sharded as in
     `tree`.
 
-    The `rest` is not sharded over islands: each device stores its shard for every island.
+    The `rest` is not sharded over islands: each device stores, for every island, its shard of the island's `rest`.
     """
 
     def of_each(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

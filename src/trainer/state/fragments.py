@@ -28,7 +28,7 @@ class Fragment:
     """
 
     layers: dict[Path, range]  # the fragment's layers in the stack at each path, as indices of the parameters' axis 0
-    counts: dict[Path, int]  # the number of layers of each stack
+    counts: dict[Path, int]  # from each stack's path to its number of layers
     outside: bool
 
     def part(self, tree: Any, before: int = 0) -> Any:
@@ -78,7 +78,7 @@ class Fragment:
         return jax.tree_util.tree_map_with_path(one, tree)
 
     def _stack(self, path: Any) -> Path | None:
-        # The parameters are nested dicts. The optimizer state's containers around them are not dicts.
+        # The parameters are nested dicts. In the optimizer state, the containers around such dicts are not dicts.
         names = path_of(tuple(dropwhile(lambda key: not isinstance(key, DictKey), path)))
         return names[:2] if names[:2] in self.layers else None
 
@@ -139,8 +139,9 @@ def _runs(total: int, number: int) -> list[Callable[[range], range]]:
 
 
 def _of_stacks(counts: dict[Path, int], choose: Callable[[range], range]) -> dict[Path, range]:
-    """Returns the indices that `choose` selects in each stack. `choose` maps a stack's range of layer numbers, which
-    are consecutive through all stacks, to a part of that range."""
+    """Returns a dict from the path of each stack to the layers that `choose` selects in the stack, as indices within
+    the stack. `choose` maps a stack's range of layer numbers, which are consecutive through all stacks, to a part of
+    that range."""
     found, first = {}, 0
     for path, count in counts.items():
         chosen = choose(range(first, first + count))

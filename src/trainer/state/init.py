@@ -21,7 +21,7 @@ def init_state_fn(
     Args:
       codec: makes the native state.
       shardings: from `state_shardings`, or None for JAX's default.
-      seed: seed of the initial parameters. They are equal for NNX and Linen, and for every mesh.
+      seed: seed of the initial parameters, which are equal for NNX and Linen, and for every mesh.
       fetch: moves parameters from host memory to the device (`state.host.fetcher`).
     """
 

@@ -28,7 +28,8 @@ def pick_spec(leaf: Any, path: Sequence[str] = ()) -> PartitionSpec:
     Args:
       leaf: an array, or any object with `ndim`.
       path: the names of the leaf in the state, such as ("attention", "query", "kernel"). Without a path, the result
-        depends only on the rank, which is wrong for attention: its kernels have the rank of 1-D convolutions.
+        depends only on the rank. It is then wrong for attention kernels, which have the same rank as kernels of 1-D
+        convolutions.
     """
     layer, name = (("", "") + tuple(path))[-2:]
     match leaf.ndim:
@@ -61,10 +62,10 @@ def state_layout(state: nnx.State) -> nnx.State:
 
 
 def state_to_sharded_layout(seed: Any, x: jax.Array, features: Any) -> jax.Array:
-    """Returns the number of leaves in the layout of a linear layer applied to `x`, float32 [1].
+    """Returns the number of leaves in the layout of an `nnx.Linear` that accepts `x`, as float32 [1].
 
     Args:
-      seed, features: numbers; floats are converted to integers.
+      seed, features: the seed and the output size of the layer; floats are converted to integers.
       x: [..., inputs].
     """
     layer = nnx.Linear(x.shape[-1], int(features), rngs=nnx.Rngs(int(seed)))

@@ -99,15 +99,15 @@ def _axes_of_dict(params: Mapping[str, Any], config: Config | None) -> Any:
 
 
 def _leading(config: Config | None) -> Callable[[str], Sequence[str]]:
-    """Returns a function that maps a parameter's name to its leading axes. Without a configuration, the function
-    assumes no pipeline."""
+    """Returns a function that maps a parameter's name to the logical names of the axes that stack its layers. If
+    `config` is None, the function assumes that there is no pipeline."""
     if config is not None:
         return functools.partial(leading_axes, stacks(_alone(config)))
     return lambda name: (LAYERS,) if in_stack(name) else ()
 
 
 def _alone(config: Config) -> Any:
-    """Returns `config`, resolved for one device, but with its pipeline stages."""
+    """Returns `config` resolved for one device, but with the pipeline stages of `config`."""
     if any(config[key] == -1 for key in SIZES):
         raise UserError(f"{' or '.join(SIZES)} is -1: give the resolved configuration, whose stages are known")
     alone = resolve({**config, **_ALONE}, device_count=1, platform="cpu")

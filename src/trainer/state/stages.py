@@ -35,7 +35,8 @@ def in_layers(config: Config, tree: T) -> T:
 
 
 def in_stages(config: Config, tree: T, abstract: T) -> T:
-    """Inverts `in_layers`. The result has the shardings of `abstract`. Deletes the arrays that it converts."""
+    """Inverts `in_layers`. The result has the shardings of `abstract`. Deletes the arrays of `tree` that it
+    converts."""
     found = _division(config)
     if found is None:
         return tree
@@ -56,8 +57,8 @@ def _division(config: Config) -> Division | None:
 
 
 def _by_island(fn: Callable[..., Any], *trees: Any) -> Any:
-    """Returns `fn(before, *trees)`; for DiLoCo, `fn` converts the outer state and the islands' states separately.
-    `before`: the number of axes before the layer axes: 1 in the islands' states, otherwise 0."""
+    """Returns `fn(0, *trees)`. For DiLoCo, returns a state that consists of `fn(0, ...)` of the outer states and `fn(1,
+    ...)` of the islands' states. The first argument of `fn` is the number of axes before the layer axes."""
     if not hasattr(trees[0], "inner_state"):
         return fn(0, *trees)
     outer = fn(0, *(tree._replace(inner_state=None) for tree in trees))
@@ -93,8 +94,9 @@ def _dividing(plan: Pipeline, before: int, at: tuple[NamedSharding, ...]) -> Cal
 
 
 def _abstract(found: Division, before: int, *parts: Any) -> jax.ShapeDtypeStruct:
-    """Returns the shape and the sharding of a parameter in the form by layer. A mesh axis that does not divide the
-    number of layers shards the next axis that it divides, so that a device stores no more than in the form by stage."""
+    """Returns the shape and the sharding of a parameter in the form by layer. If a mesh axis does not divide the number
+    of layers, it shards the next axis of the parameter that it divides, so that a device stores no more than in the
+    form by stage."""
     shape = jax.eval_shape(functools.partial(joined, found.plan, before=before), *parts)
     at = getattr(parts[0], "sharding", None)
     if at is None:

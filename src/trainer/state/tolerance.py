@@ -18,9 +18,9 @@ _COPIES = (DATA, "diloco", "stage")
 def check_tolerance(tensors: Any, abstract: Any, shardings: Any, tolerance: float) -> None:
     """Checks that no mesh axis replicates more than the share `tolerance` of the parameters.
 
-    The mesh axes data, diloco and stage, and axes of size 1, are ignored. Parameters without a dimension that the axis
-    divides do not count, nor do low-rank adapters, which are small and have only the input or the output axis of their
-    matrix.
+    The mesh axes data, diloco and stage, and axes of size 1, are ignored. A parameter does not count if the mesh axis
+    divides none of its dimensions. Low-rank adapters do not count either: they are small, and have only the input or
+    the output axis of their matrix.
 
     Args:
       tensors, abstract, shardings: trees with equal structure; see `table.rows`.

@@ -10,7 +10,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from trainer.sharding import axes_of, entry
 
 DATA = "data"
-# A dimension that is sharded over these axes is not sharded further, because each device multiplies with its shard.
+# A dimension that is sharded over these axes is not also sharded over data, because each device multiplies by its
+# shard.
 TENSOR_AXES = ("tensor", "tensor_sequence")
 
 
@@ -18,8 +19,8 @@ def over_data(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
     """Returns `sharding` of an array of `shape`, with the mesh axis data added to the first suitable dimension.
 
     A dimension is suitable if tensor parallelism does not shard it and its size per device is a multiple of the size of
-    data. If other axes already shard the dimension, data becomes its innermost axis. If no dimension is suitable, or if
-    data already shards the array, `sharding` is returned unchanged.
+    the mesh axis data. If other axes already shard the dimension, data becomes its innermost axis. If no dimension is
+    suitable, or if data already shards the array, `sharding` is returned unchanged.
     """
     sizes = sharding.mesh.shape
     data = sizes.get(DATA, 1)

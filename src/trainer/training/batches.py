@@ -29,10 +29,11 @@ class BatchSource(Protocol):
 
     waited: float  # total seconds that calls of `take` have waited so far
     updates: int  # updates come in groups of this number; a run is saved, and ends, only between groups
-    metrics: dict[str, float]  # metrics of the last batch, to log in the row of its update
+    metrics: dict[str, float]  # metrics of the last batch, which are logged in the row of its update
 
     def take(self, state: Callable[[], Any], interrupted: Callable[[], bool]) -> tuple[Batch, Position] | None:
-        """Returns the next batch (`run.rows` rows, or the rows of some of its microbatches), and the position after it.
+        """Returns the next batch, and the position of the data after this batch. The batch has `run.rows` rows, or the
+        rows of only some of the microbatches of an update.
 
         `state()` returns the native train state, for a source whose batches depend on it. A slow source may return None
         as soon as `interrupted()` is true.
@@ -66,7 +67,8 @@ class LoadedAhead(Loader[tuple[Batch, Position]]):
 
 
 def held_out_batches(run: Run, dataset: Dataset) -> Iterable[Batch]:
-    """Returns this process's share of the held-out batches; with `eval_steps` set, only of the first `eval_steps`."""
+    """Returns this process's share of the held-out batches. If `eval_steps` is set, returns only the batches of the
+    first `eval_steps` steps."""
     assert dataset.evaluation is not None, "without held-out data, eval_interval must be 0"
     share = share_of_rows(run.batch_shardings["row"], run.eval_rows)
     steps = run.config.eval_steps

@@ -44,7 +44,8 @@ def build(
     update_rules: Sequence[Rule] = (),
     make_objective: Callable[..., Objective] = objective_of,
 ) -> Run:
-    """Resolves `config` for `devices` and builds mesh, model, codec, shardings and steps.
+    """Resolves `config` for `devices`, and returns a `Run` with the mesh, the model, the codec, the shardings and the
+    steps.
 
     Args:
       config: from `config.load`, resolved or not.
@@ -54,7 +55,7 @@ def build(
         with use_distill, the teacher.
 
     Raises:
-      UserError: the configuration does not fit the devices. Reports all mistakes at once.
+      UserError: the configuration does not fit the devices. The message lists all mistakes.
     """
     config = _resolved(config, devices)
     check_matrices(config)
@@ -94,7 +95,8 @@ def build(
 
 
 def _states(config: Config, codec: StateCodec, named: Any, on_device: Any) -> States:
-    """Returns the `States` of one model. `named`: its `Tensor`s; `on_device`: their shardings before host offload."""
+    """Returns the `States` of one model. `named`: the result of `state.shardings.tensors`; `on_device`: the shardings
+    of the state before host offload."""
     stored = storage_shardings(config, codec.model, codec.abstract, on_device)
     fetch = fetcher(config, codec.unpack(on_device))
     return States(

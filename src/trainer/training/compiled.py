@@ -20,8 +20,8 @@ Say = Callable[[str], None]
 
 
 def loaded_step(run: Run, say: Say) -> Any:
-    """Returns the step that `trainer.train_compile` compiled; None if the key `compiled_trainstep_file` is
-    empty.
+    """Returns the training step that `trainer.train_compile` saved in the file compiled_trainstep_file; None if that
+    key is empty.
 
     Raises:
       UserError: the file cannot be read, or contains a different step.
@@ -69,14 +69,15 @@ def _say_what_fits(run: Run, traced: Any, compiled: Any, say: Say) -> None:
 
 
 class StepsByRows:
-    """The compiled step, `step(leaves, batch, frozen)`. Steps for fewer microbatches are compiled when needed."""
+    """A callable `step(leaves, batch, frozen)` that runs the compiled training step for the number of rows of `batch`.
+    If a batch has fewer rows than a full batch, the step for that number is compiled on first use."""
 
     def __init__(self, run: Run, compiled: Any, say: Say):
-        """`compiled`: the step for a whole batch."""
+        """`compiled`: the step for a full batch."""
         self._run, self._say, self._compiled = run, say, {run.rows: compiled}
 
     def __call__(self, leaves: Any, batch: Any, frozen: Any) -> Any:
-        """Runs the step for the rows of `batch`."""
+        """Runs the step that is compiled for the number of rows of `batch`."""
         rows = len(batch["row"])
         if rows not in self._compiled:
             self._say(f"compiling the training step for {rows:,} of {self._run.rows:,} rows")

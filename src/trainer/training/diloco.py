@@ -1,8 +1,9 @@
 """DiLoCo (Douillard et al. 2023, arXiv:2311.08105): islands train independently and synchronize from time to time.
 
-Each island performs `diloco_sync_period` updates independently. Then the islands synchronize: the outer optimizer
-updates the outer parameters with the outer gradient, which is the outer parameters minus the mean of the islands'
-parameters. Every island continues from the new outer parameters and keeps its optimizer state.
+An island is a group of devices that trains its own copy of the model. Each island performs `diloco_sync_period` updates
+independently. Then the islands synchronize: the outer optimizer updates the outer parameters with the outer gradient,
+which is the outer parameters minus the mean of the islands' parameters. Every island continues from the new outer
+parameters and keeps its optimizer state.
 
 Streaming DiLoCo (Douillard et al. 2025, arXiv:2501.18512) synchronizes one fragment of the parameters at a time. Plain
 DiLoCo has a single fragment.
@@ -42,9 +43,9 @@ from trainer.training.run import Computation, States
 Batch = Mapping[str, jax.Array]
 Metrics = dict[str, dict[str, jax.Array]]
 
-ISLANDS, OUTER = "islands", "outer"  # metrics of each island, [islands, ...], and metrics of the synchronization
-# How to combine the metrics of islands. Of the metrics not listed, floats are averaged; integers are flags, combined by
-# their maximum.
+ISLANDS, OUTER = "islands", "outer"  # keys of a step's metrics: of each island [islands, ...], of the synchronization
+# How to combine the islands' values of a metric. For a metric that is not listed, floats are averaged; integers are
+# flags, and their maximum is taken.
 _COMBINED: dict[str, Callable[..., Any]] = {
     "tokens": np.sum,
     "finite": np.min,
@@ -55,7 +56,8 @@ _COMBINED: dict[str, Callable[..., Any]] = {
 
 
 def rules_of_islands(rules: Rules) -> tuple[Rules, Rules]:
-    """Returns the sharding rules inside an island, and those for a global batch, which has the rows of all islands."""
+    """Returns two sets of sharding rules: for the computation of one island, and for a global batch, which contains the
+    rows of all islands."""
     batch = {MAPPED: (), "activation_batch": (AXIS, *rules["activation_batch"])}
     return {**rules, MAPPED: (AXIS,)}, {**rules, **batch}
 
@@ -63,7 +65,8 @@ def rules_of_islands(rules: Rules) -> tuple[Rules, Rules]:
 def with_islands(
     config: Config, mesh: Mesh, params: Any, island: States, computation: Computation
 ) -> tuple[States, Computation]:
-    """Returns the states and the computation for all islands, given those for one island (`island`, `computation`).
+    """Returns the states and the computation for all islands, made from `island` and `computation`, which are for one
+    island.
 
     Evaluation and sampling use the outer parameters and all devices.
 
@@ -147,7 +150,7 @@ class Averaged(NamedTuple):
     islands: Any  # the islands' parameters
     params: Any  # the outer parameters
     opt_state: Any  # the state of the outer optimizer
-    rest: Any  # the islands' state without gradients, such as router biases
+    rest: Any  # the islands' state that is not trained by gradients, such as router biases
 
 
 class Moved(NamedTuple):
@@ -160,7 +163,9 @@ class Moved(NamedTuple):
 def _synchronization(config: Config, shardings: Any) -> Callable[..., tuple[Averaged, dict[str, jax.Array]]]:
     """Returns `synchronize(changing, in_flight, updates) -> changing, metrics`.
 
-    It synchronizes and merges the fragments that are due after update number `updates`; see `Schedule`.
+    After update number `updates`, `synchronize` runs the outer update of the fragments that are due. With a delay, it
+    merges the result of an outer update into the islands' parameters at a later update. `Schedule` determines both
+    times.
     """
     plan, parts = schedule(config), fragments(config)
 
@@ -183,7 +188,7 @@ def _synchronization(config: Config, shardings: Any) -> Callable[..., tuple[Aver
 
 
 def _in_flight(plan: Schedule, before: Any, updates: jax.Array) -> Any:
-    """Returns `DiLoCoTrainState.in_flight` after update number `updates`."""
+    """Returns the value of `DiLoCoTrainState.in_flight` after update number `updates`. `before`: its previous value."""
     if not plan.delay:
         return None
     left = jnp.where(updates == before + plan.delay, 0, before)
@@ -200,7 +205,7 @@ def _outer_step(config: Config, fragment: Fragment, shardings: Any, old: Average
     def moved(param: jax.Array, of_islands: jax.Array) -> jax.Array:
         if param.dtype != of_islands.dtype:  # rounding at the last synchronization must not count as movement
             kind = jnp.finfo(of_islands.dtype)
-            # Not a cast, because XLA may remove a cast and its inverse.
+            # This is not a cast, because XLA may remove a cast followed by its inverse.
             param = jax.lax.reduce_precision(param, kind.nexp, kind.nmant)
         return param.astype(jnp.float32) - of_islands.astype(jnp.float32)
 
@@ -267,10 +272,10 @@ def _disagreement(moved: Moved) -> dict[str, jax.Array]:
 def _reader(config: Config, replicated: NamedSharding) -> Callable[[Metrics, int], dict[str, Any]]:
     """Returns the function `Computation.read`, which combines the metrics of the islands.
 
-    `_COMBINED` lists the metrics that are summed, or reduced to their minimum or maximum. Any other flag is set if an
-    island sets it. Any other floating-point metric is averaged over the islands whose batch has tokens that contribute
-    to the loss. `island_losses` contains the loss of each island. Only steps that synchronize have synchronization
-    metrics.
+    `_COMBINED` lists the metrics that are summed, or reduced to their minimum or maximum. Any other integer metric is a
+    flag, which is set if an island sets it. Any other floating-point metric is averaged over the islands whose batch
+    has tokens that contribute to the loss. `island_losses` contains the loss of each island. Only steps that
+    synchronize have synchronization metrics.
     """
     gather, plan = jax.jit(lambda metrics: metrics, out_shardings=replicated), schedule(config)
 

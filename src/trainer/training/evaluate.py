@@ -58,7 +58,7 @@ def check_held_out(rows: RowSource | None, batch_rows: int, eval_steps: int) -> 
 
 
 def summarize(sums: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Returns the metrics over all batches, from the sums of each batch.
+    """Returns the metrics over all batches. `sums`: for each batch, the result of `evaluation`; see `make_evaluation`.
 
     The metrics are eval_loss, eval_tokens and the objective's other means. An objective with a cross entropy adds
     eval_perplexity and, if the targets are text, eval_bits_per_byte. The end-of-document token adds bits but no bytes.

@@ -30,7 +30,7 @@ def check_finite(config: Config, row: Mapping[str, Any], batch: str, not_finite:
     kinds = {"abort_on_nan_loss": nan, "abort_on_inf_loss": inf}
     keys = [key for key, found in kinds.items() if config[key] and found]
     lost = not row["finite"]
-    # It is not an error if no token of a batch contributes to the loss, so that the batch has no loss.
+    # If no token of a batch contributes to the loss, the loss is NaN. This is not an error.
     if not lost and (not keys or not row["tokens"]):
         return
     its_batch = f"Its batch is {batch} (data_shuffle_seed={config.data_shuffle_seed})"

@@ -17,15 +17,16 @@ from trainer.state.shardings import Tensor
 class FrozenArrays(NamedTuple):
     """Describes the argument `frozen` of a step: a pytree of arrays that no step changes and no checkpoint contains.
 
-    If the objective declares no such arrays, the argument is (), which the default values describe.
+    If the objective declares no such arrays, the argument is (); the default values of the fields describe this case.
 
     Attributes:
       abstract: a ShapeDtypeStruct with a sharding for every array.
       tensors: a `state.Tensor` for every array.
-      make: returns the arrays, given the run's initial parameters (may be None unless `of_parameters`). Called once at
-        the start of each process; never called if `place` is set.
+      make: returns the arrays, given the run's initial parameters, which may be None unless `of_parameters` is true.
+        Called once at the start of each process, but never if `place` is set.
       of_parameters: whether the arrays are copies of the run's initial parameters.
-      place, flops: see `objectives.Frozen`.
+      place: the configuration key for the folder with a teacher's weights; "" if the arrays are not a teacher's. flops:
+        see `objectives.Frozen`.
       fetch: moves arrays from host memory to the device; for use under jit.
     """
 
@@ -77,7 +78,8 @@ def _on_host(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def _copied(abstract: Any, params: Any) -> Any:
-    """Returns copies of the `params` for which `abstract` has a leaf, and None for the others."""
+    """Returns a tree like `params`, with a copy of each leaf for which `abstract` has a leaf, and None for the
+    others."""
     at = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     kept = jax.tree.map(
         lambda like, leaf: None if like is None else leaf, abstract, params, is_leaf=lambda like: like is None

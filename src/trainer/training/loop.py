@@ -88,7 +88,7 @@ def fit(
 
     Args:
       run: from `training.build`.
-      compiled_step: `run.compile_on_leaves()`; may be None if `start` already contains all updates.
+      compiled_step: the result of `run.compile_on_leaves()`; may be None if `start` already contains all updates.
       start: the initial state; its buffers are donated.
       dataset: the rows for training and evaluation, and the tokenizer that is stored in checkpoints.
       reports: called once for each row, in order.
@@ -165,7 +165,8 @@ class _Loop:
         return self._structure.unflatten(self._leaves)
 
     def taken(self, batches: BatchSource) -> tuple[Batch, Position] | None:
-        """Returns the next batch and its position; None if interrupted. If the source fails, the state is saved."""
+        """Returns the next batch and the data position after it; None if interrupted. Saves the state if the source
+        fails."""
         self._reports.waiting(True)
         with self._saved_if_it_fails():
             taken = batches.take(lambda: self.state, lambda: self._preemption.requested)
@@ -352,7 +353,8 @@ class _Reader:
         memory: Callable[[], int | None],
         times: Callable[[int, float, float, float], None],
     ):
-        """Passes every row to `report` and then to `check`. `read`: `Computation.read`. `memory`: `memory_in_use`.
+        """Passes every row to `report` and then to `check`. `read`: see `Computation.read`. `memory`: returns
+        `memory_in_use` of the devices.
 
         `times`: see `Reports`.
         """
@@ -368,7 +370,8 @@ class _Reader:
         self._waited_before = self._waited
 
     def push(self, step: int, metrics: Any, of_batch: Mapping[str, float], waited: float) -> None:
-        """Stores the metrics of the step that was just dispatched and of its batch. Reports the previous step.
+        """Stores `metrics` of the step that was just dispatched and `of_batch`, the metrics of its batch. Reports the
+        previous step.
 
         `waited`: total seconds that the loop has waited for batches so far.
         """

@@ -43,7 +43,8 @@ def check_memory(config: Config, devices: Sequence[jax.Device], memory: float | 
 
 
 def device_memory(devices: Sequence[jax.Device]) -> float | None:
-    """Returns the memory of one of `devices` in bytes (a CPU device: its share of the host memory); None if unknown."""
+    """Returns the memory of one of `devices` in bytes (for a CPU device, its share of the host's memory); None if
+    unknown."""
     local = _local(devices)
     return host_memory() / len(local) if local and local[0].platform == "cpu" else reported_memory(devices)
 
@@ -55,7 +56,7 @@ def reported_memory(devices: Sequence[jax.Device]) -> int | None:
 
 
 def memory_in_use(devices: Sequence[jax.Device]) -> int | None:
-    """Returns the peak bytes in use so far, the maximum over this process's `devices`; None if not reported (CPU)."""
+    """Returns the peak number of bytes in use so far on any of this process's `devices`; None if not reported (CPU)."""
     stats = [device.memory_stats() or {} for device in _local(devices)]
     return max((found["peak_bytes_in_use"] for found in stats if "peak_bytes_in_use" in found), default=None)
 

@@ -15,5 +15,6 @@ def read_metrics(config: Config, metrics: Mapping[str, jax.Array], step: int) ->
 
 
 def due(config: Config, metrics: Mapping[str, jax.Array], step: int) -> dict[str, jax.Array]:
-    """Returns the entries of `metrics` that are computed in step `step` (`parameter_metrics_period`)."""
+    """Returns `metrics` without the parameter metrics that step `step` does not compute
+    (`parameter_metrics_period`)."""
     return {name: value for name, value in metrics.items() if is_due(config.parameter_metrics_period, step, name)}

@@ -53,7 +53,8 @@ def lost_updates(params: Any, updates: Any) -> dict[str, jax.Array]:
 
 
 def is_due(period: int, step: int, name: str) -> bool:
-    """Returns whether `step` computes the metric `name`: parameter metrics only if `step` is a multiple of `period`."""
+    """Returns whether step `step` computes the metric `name`: a parameter metric only if `step` is a multiple of
+    `period`, any other metric always."""
     return period == 0 or step % period == 0 or not name.startswith((GRAD_NORM, PARAM_NORM, UPDATE_RATIO))
 
 

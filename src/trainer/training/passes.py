@@ -24,8 +24,8 @@ def passes_text(config: Config, dataset: Dataset) -> str:
 
 
 def mixture_lines(config: Config, dataset: Dataset) -> Iterator[str]:
-    """Yields a line for each component of a mixture, with its number of tokens and the number that the run trains on.
-    `config`: resolved."""
+    """Yields a line for each component of a mixture, with the number of tokens in the component and the number of its
+    tokens that the run trains on, including repetitions. `config`: resolved."""
     for component in dataset.mixture:
         passes = float(config.steps * _rows(config)) * component.share / component.rows
         tokens = f"{passes * component.tokens:,.0f} trained tokens, {_passes(passes)} over {component.tokens:,}"
@@ -38,7 +38,8 @@ def _passes(number: Fraction | float) -> str:
 
 
 def _rows(config: Config) -> Fraction:
-    """Returns the number of rows per update; with rollouts, the prompts of a round divided by its updates."""
+    """Returns the number of rows per update; with rollouts, the number of prompts in a round divided by the number of
+    updates in a round."""
     return (
         Fraction(config.batch_size, config.rl_num_iterations)
         if has_rollouts(config)

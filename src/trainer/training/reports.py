@@ -38,7 +38,7 @@ from trainer.training.start import Start
 
 
 def run_work(run: Run) -> Work:
-    """Returns the work of a step, including the devices' peak FLOP/s if known."""
+    """Returns the number of tokens and FLOPs of a step, with the devices' peak FLOP/s if known."""
     chip = chip_of(run.mesh.devices.flat[0].device_kind)
     return work_of(run.config, run.flops_per_token, chip.flops("bf16") if chip else None)
 
@@ -88,7 +88,8 @@ def keep_sample(run_dir: RunDir, updates: int, prompt: str, text: str, say: Call
 
 
 def metrics_files(config: Config, path: Path, name: str) -> list[MetricsFile]:
-    """Returns a list of the file that the key metrics_file names; [] if it is empty or this is not the first process.
+    """Returns the file that the key metrics_file names, as a list with one element; [] if the key is empty or this is
+    not the first process.
 
     `path`, `name`: path and name of the run's folder. Raises UserError if the file is not writable.
     """
@@ -225,7 +226,8 @@ def lacks_best(row: Mapping[str, Any], config: Config) -> str | None:
 
 
 def earlier_evaluations(rows: Sequence[Mapping[str, Any]], updates: int) -> tuple[list[dict[str, Any]], bool, bool]:
-    """Returns `Reports.evaluations`, `unevaluated` and `untested` of a run that continues after `updates` updates.
+    """Returns the fields `evaluations`, `unevaluated` and `untested` of `Reports` for a run that continues after
+    `updates` updates.
 
     `rows`: the rows of the run's metrics.jsonl. If `updates` is 0, `unevaluated` and `untested` are False, because no
     run evaluates its initial state.

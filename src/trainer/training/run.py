@@ -115,7 +115,8 @@ class Run(NamedTuple):
             )
 
     def parts(self) -> dict[str, Any]:
-        """Returns the arguments of `step` by kind, for `aot.report`."""
+        """Returns a dict from a kind of argument (parameters, optimizer, other state, frozen, batch) to the abstract
+        arrays of this kind that `step` gets, for `aot.report`."""
         state, batch, frozen = self.abstract_args()
         found: dict[str, Any] = {"parameters": [], "optimizer": [], "other": []}
         for tensor, leaf in zip(*map(jax.tree.leaves, (self.states.tensors, state)), strict=True):
@@ -172,15 +173,15 @@ class Run(NamedTuple):
 
     @property
     def base_names(self) -> frozenset[Path]:
-        """The parameters that no step changes and no checkpoint contains: the base model of adapters."""
+        """The paths of the parameters that no step changes and no checkpoint contains: the base model of adapters."""
         if not self.config.enable_lora:
             return frozenset()
         is_trained = by_path(trainable(self.config)(self._params))
         return frozenset(path for path, trained in is_trained.items() if not trained)
 
     def table(self) -> dict[str, Any]:
-        """Returns the shardings of the state and `frozen` as plain data: the mesh axes of size > 1, a row for each
-        array, totals and warnings."""
+        """Returns the shardings of the train state and of `frozen` as plain data: the mesh axes of size > 1, a row for
+        each array, totals and warnings."""
         trees = self.states.tensors, self.abstract_state, self.states.shardings
         frozen = self.frozen.abstract, jax.tree.map(lambda leaf: leaf.sharding, self.frozen.abstract)
         rows = [*table.rows(*trees), *table.rows(self.frozen.tensors, *frozen)]
@@ -198,7 +199,8 @@ class Run(NamedTuple):
         return self.step.lower(*self.abstract_args()).compile()
 
     def trace_on_leaves(self, rows: int | None = None) -> Any:
-        """Traces `step_on_leaves`. `rows`: the number of rows of the batch; by default, that of a full batch."""
+        """Traces `step_on_leaves`. `rows`: the number of rows of the batch; by default, the number of rows of a full
+        batch."""
         state, batch, frozen = self.abstract_args()
         batch = batch if rows is None else self.abstract_batch(rows)
         return self.step_on_leaves.trace(jax.tree.leaves(state), batch, frozen)

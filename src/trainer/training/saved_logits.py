@@ -35,7 +35,7 @@ def save_logits(run: Run, dataset: Dataset, load: Callable[[], Any], say: Callab
     the folder save_teacher_logits. Keeps shards that an earlier call completed. `load` returns the teacher's weights.
 
     Raises:
-      UserError: there are several processes, the rows have no stored order, or the folder cannot be written.
+      UserError: there are several processes, the rows have no fixed order, or the folder cannot be written.
     """
     config, objective = run.config, run.objective
     if jax.process_count() > 1:
@@ -104,9 +104,10 @@ def _summary(facts: Facts, made: int) -> str:
 
 
 def _saver(run: Run, k: int, whole: bool) -> Callable[..., dict[str, jax.Array]]:
-    """Returns the jitted function `(frozen, batch) -> the batch fields with the k largest logits`.
+    """Returns a jitted function `(frozen, batch) -> fields`. `fields` are the batch fields with the k largest logits of
+    each token.
 
-    `whole`: whether all logits are returned instead, in the order of the vocabulary.
+    `whole`: whether `fields` contain all logits instead, in the order of the vocabulary.
     """
     objective: Distillation = run.objective  # type: ignore[assignment]
     teacher, temperature = objective.teacher, run.config.distill_temperature

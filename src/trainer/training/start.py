@@ -70,7 +70,7 @@ def start(
     about the source of the state.
 
     Args:
-      manager: the run's checkpoints, which take precedence over every other source; None if there are none.
+      manager: the run's checkpoints, which take precedence over every other source; None if the run saves none.
       schedule_given: see `config.check_resume`.
       given: the keys that the user set; see `weights.load_parameters`.
 
@@ -122,7 +122,8 @@ def other_arrays(run: Run, params: Any, say: Say) -> Any:
 
 
 def _named(run: Run, frozen: Any) -> dict[Path, Any]:
-    """Returns the frozen arrays by path; copies of parameters are in the layer-wise form of checkpoints."""
+    """Returns the frozen arrays by path. If they are copies of parameters, they are converted to the layer-wise form of
+    checkpoints."""
     return _by_layer(run, by_path(frozen)) if run.frozen.of_parameters else by_path(frozen)
 
 
@@ -187,7 +188,7 @@ def _new(run: Run, say: Say, given: Collection[str]) -> Start:
 
 
 def _weights(run: Run, load: Callable[[Config, Any], Any]) -> tuple[Any, Any]:
-    """Returns the (params, rest) that `load(config, wanted)` returns as one tree.
+    """Returns the weights that `load(config, wanted)` returns as one tree, split into (params, rest).
 
     `load` gets a configuration without a pipeline, and the tree to load as shapes with shardings.
     """
@@ -209,7 +210,8 @@ def _frozen(run: Run, params: Any) -> dict[Path, Any]:
 
 
 def _placed(base: Base | None, config: Config, key: str = _LOADED) -> Base | None:
-    """Returns `base` with the path in the key `key`, from which it was loaded; unchanged if that key is empty."""
+    """Returns `base` with its path replaced by the value of the key `key`, from which the base was loaded; unchanged if
+    the key is empty."""
     return base and (base._replace(path=place_of(config[key])) if config[key] else base)
 
 

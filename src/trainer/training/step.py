@@ -51,7 +51,7 @@ def make_gradients(
 ) -> Callable[..., Gradients]:
     """Returns `gradients(tree, batch, frozen=())`, the first half of a training step.
 
-    It processes one microbatch at a time, and captures the sown values whose types are in `capture`.
+    `gradients` processes one microbatch at a time, and captures the sown values whose types are in `capture`.
 
     A batch may consist of fewer microbatches than configured. Gradients are summed in float32 and then cast to
     `grad_dtype`. Parameters are resharded from storage to compute sharding once, at entry. The gradients of each
@@ -104,7 +104,8 @@ def _mean(total: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def dropout_key(config: Config, step: jax.Array) -> jax.Array | None:
-    """Returns the key of all dropout and stochastic rounding in update `step`; None if `config` uses neither."""
+    """Returns the random key for all dropout and stochastic rounding in update `step`; None if `config` uses
+    neither."""
     if not has_dropout(config) and not rounds(config):
         return None
     return jax.random.fold_in(seed_key(config.init_weights_seed, DROPOUT), step)
@@ -185,7 +186,8 @@ def _make_metrics(
             "grad_norm": grad_norm,
             **skipped,
             # Finite gradients can yield a non-finite update, for example with Adam without epsilon or with a huge
-            # learning rate. Skipping it would require both the old and the new state in memory (docs/experiments.md).
+            # learning rate. Skipping such an update would require both the old and the new state in memory
+            # (docs/experiments.md).
             "finite": jnp.where(all_finite(new), 1, 0),
             "learning_rate": jnp.asarray(schedule(place_on_schedule(old.opt_state, old.step)), jnp.float32),
             "tokens": found.tokens,
@@ -222,7 +224,7 @@ def _sown_metrics(
 def _accumulated(
     fn: Callable[[Batch], tuple[Any, Sown]], types: Sequence[type], batch: Batch, parts: int
 ) -> tuple[Any, Sown]:
-    """Sums `fn(batch) -> sums, sown` over `parts` microbatches; microbatch j of n has rows j, j + n, j + 2n, ...
+    """Sums `fn(batch) -> sums, sown` over n = `parts` microbatches. Microbatch j has the rows j, j + n, j + 2n, ...
 
     No row moves to another device: the rows of each microbatch are sharded like the whole batch.
     """
@@ -240,8 +242,8 @@ def _accumulated(
 def _in_storage(grad: jax.Array, at: NamedSharding) -> jax.Array:
     """Returns a gradient in float32 with its parameter's storage sharding; on a TPU, in the layout with least padding.
 
-    Without this constraint, XLA keeps the layout of the matrix product that computed the gradient. For a matrix with 64
-    columns per device, that layout doubles the size of the gradient.
+    Without a constraint on the layout, XLA keeps the layout of the matrix product that computed the gradient. For a
+    matrix with 64 columns per device, that layout doubles the size of the gradient.
     """
     grad = jax.lax.with_sharding_constraint(grad.astype(jnp.float32), at)
     if not on_tpu():
@@ -291,7 +293,7 @@ def _partition(mask: Any, tree: Any) -> tuple[Any, Any]:
 
 
 def _combine(left: Any, right: Any) -> Any:
-    """Merges the two trees of `_partition`; its inverse."""
+    """Merges the two trees that `_partition` returns."""
     return jax.tree.map(lambda a, b: b if a is None else a, left, right, is_leaf=lambda x: x is None)
 
 

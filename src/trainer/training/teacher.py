@@ -20,7 +20,7 @@ from trainer.sharding import Rules, hardware
 def make_teacher(config: Config, devices: Sequence[jax.Device], rules: Rules) -> tuple[Teacher | SavedTeacher, Rules]:
     """Returns the teacher, and `rules` extended by the sharding rules of the teacher's family. Reads no weights.
 
-    With teacher_logits_path, the saved logits replace the teacher model.
+    If teacher_logits_path is set, saved logits replace the teacher model.
 
     Args:
       config: the student's resolved configuration.

@@ -35,8 +35,9 @@ class Adapters(Protocol):
 
     Attributes:
       path, kind, tokenizer, about, averaged: see `Source`.
-      origin: the base parameters of the adapters; its digests are empty if the checkpoint stores no digests.
-      described: the configuration keys of the model that the checkpoint stores; {} if it stores none.
+      origin: the path and the digests of the base parameters of the adapters; the digests are empty if the checkpoint
+        stores none.
+      described: the model's configuration keys; {} if the checkpoint stores none.
     """
 
     path: Path
@@ -48,8 +49,8 @@ class Adapters(Protocol):
     described: Mapping[str, Any]
 
     def lora_keys(self, config: Config) -> Mapping[str, Any]:
-        """Returns the LoRA keys with which a model of the resolved `config` has these adapters, and trains the same
-        parameters as the checkpoint's model."""
+        """Returns the LoRA keys to set in the resolved `config`, so that its model has these adapters and trains the
+        same parameters as the checkpoint's model."""
 
     def leaves(self, config: Config, shapes: Shapes) -> dict[str, Leaf]:
         """Returns the trained leaves: adapters and other parameters.
@@ -154,18 +155,18 @@ class WithAdapters:
 
 
 def _keys_of_merged(base: Source, run: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the keys of the merged model: `run`, the keys in the adapters' checkpoint, or the base's keys if `run` is
-    empty. The keys of quantized storage are omitted, because merged weights are floats. The number of modules for
-    multi-token prediction is always the base's."""
+    """Returns the keys of the merged model. They are `run`, the keys in the adapters' checkpoint; if `run` is empty,
+    they are the base's keys. The keys of quantized storage are omitted, because merged weights are floats. The number
+    of modules for multi-token prediction is always the base's."""
     own = {name: value for name, value in (run or base.keys).items() if name not in OF_STORED}
     return own | ({MODULES: base.keys[MODULES]} if MODULES in own.keys() & base.keys.keys() else {})
 
 
 def _merged(kernel: Leaf, a: Leaf, b: Leaf, scale: float, store: Callable[[jax.Array], Any] | None) -> Leaf:
-    """Returns the leaf of `kernel` + `scale` x a b, added in float32.
+    """Returns a leaf with the values `kernel` + `scale` * (a @ b), added in float32.
 
     `store`: with QLoRA, the function that quantizes the kernel; otherwise None. With QLoRA, the adapter was trained on
-    the dequantized values of the quantized kernel, so it is added to them.
+    the dequantized values of the quantized kernel, so it is added to these values, not to the original ones.
     """
     held: list[Any] = []  # the factors a and b, which are small enough to keep in memory
 

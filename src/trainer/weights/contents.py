@@ -182,7 +182,7 @@ def _of_maxtext(source: MaxTextSource) -> Contents:
 
 
 def _in_tree(tree: Any) -> list[Tensor]:
-    """Returns the arrays of a tree that this trainer wrote."""
+    """Returns the arrays of an Orbax tree that this trainer wrote."""
     readers = orbax.readers(tree)
     found = []
     for path, header in orbax.headers(tree).items():

@@ -1,4 +1,4 @@
-"""Loads parameters onto the devices: a checkpoint's, and adapters from lora_restore_path."""
+"""Loads the parameters of a checkpoint, and adapters from lora_restore_path, onto the devices."""
 
 import re
 import time
@@ -80,7 +80,7 @@ def load_parameters(
 
     Raises:
       UserError: there is no checkpoint, it has another model, or tensors are missing, unexpected or have a wrong shape.
-        It is raised before any values are read.
+        The error is raised before any values are read.
     """
     started = time.perf_counter()
     source = open_source(path, config.decoder_block, average=average)
@@ -142,7 +142,7 @@ def initial_parameters(config: Config, abstract: Any) -> Any:
     `load_parameters`.
 
     Raises:
-      UserError: the adapters belong to other weights than these initial ones.
+      UserError: the adapters do not belong to these initial weights.
     """
     adapters = open_adapters(config.lora_restore_path, verify=False)
     if adapters.origin.path or not adapters.origin.digests:

@@ -58,7 +58,7 @@ _SELDOM = {
 }
 _OF_HEADS = ("head_dim",)
 _SCORES = ("query_pre_attn_scalar", "local_rope_max_timescale")  # they change the results, but not the parameters
-# Keys that have an effect only with certain values of another key. They are not compared if the other key differs.
+# Maps a key to the keys that have an effect only with certain values of it. They are not compared if it differs.
 _BELOW = {
     "rope_type": {name for names in _OF_ROPE.values() for name in names},
     "attention_type": {"sliding_window_size"},
@@ -94,7 +94,7 @@ def described(config: Config) -> dict[str, Any]:
     if is_latent(config) and config.rope_type == "yarn":
         names.append("mscale")
     names += [name for name in OF_SOME if reads(config, name)]
-    if has_experts(config) and facts_of(config) is None:  # an unknown family, whose blocks may read all of them
+    if has_experts(config) and facts_of(config) is None:  # an unknown family, whose blocks may read all of these keys
         names += [name for name in (*OF_SOME, "norm_topk_prob") if config[name] != schema().keys[name].default]
     if config.n_routing_groups <= 1 and "topk_routing_group" in names:
         names.remove("topk_routing_group")
@@ -133,9 +133,9 @@ def check_same_model(
     """Compares a checkpoint's model keys (`described`) with the resolved configuration `config`.
 
     Keys in both `given` and `FREE` may differ; `say` receives a line for each. With rope_type=yarn, for example, a user
-    extends the context of a model that was trained without YaRN. Keys that depend on such a key are not compared.
-    Quantized weights can be read as floats: without checkpoint_is_quantized, their storage format is not compared.
-    `decoder_block` may differ if the family of `config` loads parameters of the checkpoint's family
+    extends the context of a model that was trained without YaRN. Keys that depend on a key that differs are not
+    compared. Quantized weights can be read as floats: without checkpoint_is_quantized, their storage format is not
+    compared. `decoder_block` may differ if the family of `config` loads parameters of the checkpoint's family
     (`families.loads_from`), and all keys that either family is known to read have equal values; `say` receives a line
     for this.
 
@@ -190,14 +190,14 @@ def check_same_model(
 
 
 def model_config(keys: Mapping[str, Any], words: Sequence[str], where: str) -> Any:
-    """Returns the configuration of `load_model_keys`, resolved for one device."""
+    """Returns the configuration that `load_model_keys` returns, resolved for one device."""
     return resolve(load_model_keys(keys, words, where).config, device_count=1, platform="cpu")
 
 
 def load_model_keys(
     keys: Mapping[str, Any], words: Sequence[str], where: str, say: Callable[[str], Any] = print
 ) -> Loaded:
-    """Returns the configuration of a checkpoint with `keys` and the arguments `words`.
+    """Returns the configuration that a checkpoint's keys `keys` and the arguments `words` define.
 
     If `words` contain checkpoint_is_quantized=false, quantized weights are read as floats.
 
@@ -205,8 +205,8 @@ def load_model_keys(
     first combination is used, unless `words` set the flags. `say`: see `check_same_model`.
 
     Raises:
-      UserError: `keys` contradict each other or refer to code that no argument names; or an argument, or the preset in
-        an argument, contradicts `keys`.
+      UserError: `keys` contradict each other; a key in `keys` names code to import, and `words` do not set that key; or
+        `words`, or the preset that they select with model_name, contradict `keys`.
     """
     if asks_for_floats(words):
         keys = {name: value for name, value in keys.items() if name not in OF_STORED}

@@ -1,4 +1,4 @@
-"""For a command that does not define a model, reads the model from the checkpoint at load_parameters_path."""
+"""Reads the model's keys from the checkpoint at load_parameters_path, for a command that does not define a model."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,8 +40,8 @@ _SHOWN = ("decoder_block", "base_num_decoder_layers", "base_emb_dim", "vocab_siz
 
 
 def with_model(begun: Begun) -> Loaded:
-    """Returns the configuration of `begun`, completed with the keys of the model at `begun.path` and of the teacher.
-    Every process must call this before any other function that waits for other processes.
+    """Returns the configuration of `begun`, completed with the keys of the model at `begun.path` and with the teacher's
+    keys. Every process must call this before any other function that waits for other processes.
 
     A run with a name and a checkpoint continues from the checkpoint, so it uses the checkpoint's model, and
     load_parameters_path is not read. A run without a name continues from its checkpoint only if
@@ -50,8 +50,8 @@ def with_model(begun: Begun) -> Loaded:
     Quantized weights are trained as floats, so keys for their storage are omitted.
 
     Raises:
-      UserError: there is no checkpoint, its model contradicts the user's keys, or it refers to code that the user does
-        not name; or another process raised this error.
+      UserError: there is no checkpoint; its model contradicts the user's keys; one of its keys names code to import,
+        and the user does not set that key; or another process raised this error.
     """
     return agreed(lambda: with_teacher(_with_model(begun) if begun.path else begun.end()))
 
@@ -163,7 +163,7 @@ def own_run(config: Config, path: str) -> tuple[Mapping[str, Any], Any] | None:
 
 
 def _of_own_run(begun: Begun) -> Description | None:
-    """Returns the description of the checkpoint of `own_run`."""
+    """Returns the description of the checkpoint that `own_run` returns; None if there is none."""
     own = own_run(begun.config, begun.path)
     return own and _of_saved(*own, begun)
 

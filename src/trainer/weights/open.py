@@ -190,7 +190,8 @@ def weight_shapes(config: Config) -> dict[str, tuple[int, ...]]:
 
 
 def weights_of(model: Model) -> tuple[dict[str, tuple[int, ...]], frozenset[str]]:
-    """Returns `weight_shapes`, and the names of the weights that are not parameters, but state without gradient."""
+    """Returns the shapes of the model's weights, like `weight_shapes`, and the names of the weights that are not
+    parameters but state that is not trained by gradients."""
     params, rest = model.abstract
     shapes = {name: leaf.shape for name, leaf in names_of(joined(params, rest)).items()}
     return shapes, frozenset(names_of(rest))

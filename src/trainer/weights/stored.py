@@ -25,7 +25,7 @@ def stored_kernels(config: Config) -> dict[str, Any]:
     return {**_stored_kernels(config)} if config.checkpoint_is_quantized or config.lora_weight_qtype else {}
 
 
-@functools.lru_cache(maxsize=4)  # reading a checkpoint calls it several times
+@functools.lru_cache(maxsize=4)  # reading a checkpoint calls this function several times
 def _stored_kernels(config: Config) -> dict[str, Any]:
     found: dict[str, Any] = {}
 

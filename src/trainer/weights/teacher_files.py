@@ -1,4 +1,4 @@
-"""Reads the teacher of distillation: the keys, the tokenizer and the weights in the folder at teacher_path."""
+"""Reads the teacher of distillation: the keys, the tokenizer and the weights in the folder teacher_path."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,14 +31,15 @@ _CHECKED = (*FLAGS, "max_target_length", "packing", "batch_invariant")
 
 
 def teacher_keys(config: Config) -> dict[str, Any]:
-    """Returns teacher_overrides with the keys of the model at teacher_path, or of the preset in teacher_overrides.
+    """Returns the value of teacher_overrides, completed with the keys of the model at teacher_path or, if this is
+    empty, of the preset in teacher_overrides.
 
     Raises:
       UserError: there is no such model, or the keys contradict it.
     """
     given, path = dict[str, Any](config.teacher_overrides), config.teacher_path
     if not path and not given:
-        return {}  # `build` refuses it
+        return {}  # `build` raises an error for this
     words = as_words(config, _CHECKED) + as_words({_MODULES: 0, **given})
     try:
         if path:

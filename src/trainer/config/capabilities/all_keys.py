@@ -1,6 +1,6 @@
 """Collects ROWS, CHECKS, INERT and INERT_HERE (see `trainer.config.key_rows`) from the files of all capabilities.
 
-`_FILES` must list every file. Its order is the order of error messages.
+`_FILES` must list every file. The order of the files in `_FILES` is the order of error messages.
 """
 
 import importlib
@@ -23,12 +23,12 @@ INERT_HERE: tuple[Inert, ...] = tuple(inert for file in _ALL for inert in getatt
 
 
 def keys_of(*resume: Resume) -> tuple[str, ...]:
-    """Returns the keys whose rows have one of these `Resume` values."""
+    """Returns the keys whose rows have one of the `Resume` values `resume`."""
     return tuple(name for row in ROWS if row.resume in resume for name in row.names)
 
 
 def paths_of(*places: Place) -> tuple[str, ...]:
-    """Returns the keys whose values are paths that may lead to one of `places`."""
+    """Returns the keys whose values are paths of a kind (`Place`) in `places`."""
     return tuple(name for row in ROWS if row.path in places for name in row.names)
 
 

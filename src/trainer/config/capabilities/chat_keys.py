@@ -11,7 +11,7 @@ from trainer.config.keys import Config
 
 # A function's path: package.module:function.
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*[:.][A-Za-z_]\w*")
-# The keys that select training on something other than documents, each with its command and a description.
+# The keys that select training on something other than documents: key -> (command, name of the training method).
 METHODS = {
     "use_sft": ("trainer.sft", "supervised fine-tuning"),
     "use_dpo": ("trainer.dpo", "preference optimization"),
@@ -19,12 +19,13 @@ METHODS = {
 }
 DISTILL = "trainer.distill"
 TOOLS = "tools"  # the column with the tools that a conversation may call
-# The defaults of trainer.sft where they differ from base.yml's: a conversation stays in one row.
+# The defaults of trainer.sft that differ from base.yml. With these defaults, a conversation stays in one row.
 SFT_DEFAULTS = {"use_sft": True, "grain_packing_type": "best_fit", "use_truncation": True}
 
 
 def other_command(config: Config, own: str = "", *, distills: bool = False) -> str | None:
-    """Returns why a configuration requires a command other than the running one; None if it does not.
+    """Returns the reason why a configuration requires a command other than the running one; None if the running command
+    can be used.
 
     `own`: the key in METHODS that selects the running command; "" for trainer.train. `distills`: whether the running
     command is trainer.distill, which trains on the same records as the command that `own` selects.
@@ -40,7 +41,7 @@ def other_command(config: Config, own: str = "", *, distills: bool = False) -> s
 
 
 def functions_problem(paths: Sequence[str]) -> str | None:
-    """Returns why `paths` do not name distinct functions; None if they do."""
+    """Returns the reason why `paths` do not name distinct functions; None if they do."""
     wrong = [path for path in paths if not _FUNCTION.fullmatch(path)]
     if wrong:
         which = f": {', '.join(map(shortened, wrong))}" if len(paths) > 1 else ""
@@ -72,7 +73,8 @@ CHECKS: tuple[Check, ...] = (
 
 
 def columns_problem(config: Config, key: str) -> str | None:
-    """Returns why the columns cannot contain the records of the training method; None if they can."""
+    """Returns the reason why the columns that `key` names cannot contain the records of the training method; None if
+    they can."""
     columns = config[key]
     if has_rollouts(config):
         named = columns and all(columns) and len(set(columns)) == len(columns)
@@ -96,7 +98,7 @@ def not_conversations(config: Config) -> list[str]:
 
 def not_texts(config: Config, what: str, example: str) -> list[str]:
     """Returns one message for each key that prevents a command from reading `what`, which a template and a tokenizer
-    convert to tokens. `example`: the files and columns that a message suggests."""
+    convert to tokens. `example`: files and columns to suggest in a message."""
     lines = []
     if config.dataset_type in ("stdlib", "synthetic"):
         lines.append(

@@ -41,7 +41,7 @@ def _best_metric(config: Config) -> str | None:
 ROWS = (
     Row(("load_parameters_path", "load_full_state_path"), step=False, path=Place.BUCKET),
     Row(
-        # On reset_optimizer, see `trainer.config.resume.resets`.
+        # `trainer.config.resume.resets` determines whether reset_optimizer applies to a resumed run.
         ("enable_checkpointing", *_SAVED, "reset_optimizer", "abort_on_nan_loss", "abort_on_inf_loss"),
         Resume.AROUND,
         step=False,

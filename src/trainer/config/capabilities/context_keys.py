@@ -1,4 +1,4 @@
-"""The keys of context parallelism, which splits the tokens of a row over devices, and their checks."""
+"""The keys of context parallelism, and their checks. Context parallelism splits the tokens of a row over devices."""
 
 import math
 from collections.abc import Callable
@@ -33,8 +33,9 @@ def splits_rows(config: Config) -> bool:
 
 
 def token_order(config: Config) -> tuple[str, int] | None:
-    """Returns how tokens are reordered before they are split (`dual_chunk_swap` or `striped`, see `trainer.ops.order`),
-    and the size of the mesh axis CONTEXT, over which they are reordered. Returns None if they are not reordered."""
+    """Returns None if tokens are not reordered before they are split. Otherwise, returns a pair: the order
+    (`dual_chunk_swap` or `striped`, see `trainer.ops.order`), and the size of the mesh axis CONTEXT, over which tokens
+    are reordered."""
     n = _size(config, CONTEXT)
     # With ulysses, attention is split by heads, which all need the same work, so tokens are not reordered.
     if n == 1 or not config.context_parallel_load_balance or config.context_parallel_strategy == "ulysses":
@@ -44,7 +45,8 @@ def token_order(config: Config) -> tuple[str, int] | None:
 
 
 def heads_axis(config: Config) -> str | None:
-    """Returns the mesh axis over which attention exchanges a share of the tokens for a share of the heads, or None."""
+    """Returns the mesh axis over which each device exchanges a share of the tokens for a share of the heads in
+    attention; None if there is no such axis."""
     return {"ulysses": CONTEXT, "usp": ULYSSES}.get(config.context_parallel_strategy)
 
 
@@ -53,7 +55,8 @@ def _size(config: Config, axis: str) -> int:
 
 
 def _product(config: Config, *axes: str) -> tuple[int, str]:
-    """Returns the product of the mesh axes' sizes, and its calculation as text, such as "context 4 x tensor 2 = 8"."""
+    """Returns the product of the sizes of the mesh axes `axes`, and a text with its calculation, such as "context 4 x
+    tensor 2 = 8"."""
     sizes = {axis: size for axis in axes if (size := _size(config, axis)) > 1}
     count, shown = math.prod(sizes.values()), " x ".join(f"{axis} {size}" for axis, size in sizes.items())
     return count, f"{shown} = {count}" if len(sizes) > 1 else shown
@@ -81,7 +84,7 @@ def _heads(config: Config) -> str | None:
     rule = [name for name in make_rules(config.logical_axis_rules)["activation_heads"] if name not in AXES]
     (shards, over), heads = _product(config, *rule), config[key]
     if not axis or heads % shards or heads // shards % (n := _size(config, axis)) == 0:
-        return None  # `trainer.config.resolve` reports heads that the mesh axes do not divide
+        return None  # `trainer.config.resolve` reports a head count that the mesh axes do not divide
     local = f"{heads} / ({over}) = {heads // shards} query heads" if over else f"{heads} query heads"
     nearest = around(n, divisors(heads // shards))
     return f"{axis} {n} does not divide {local}, of which each device takes a share; nearest: {axis} {nearest}"
@@ -96,7 +99,8 @@ def _rules(config: Config) -> str | None:
     problems, ours = [], tuple(axis for axis in AXES if sizes[axis] > 1)
     for name in LENGTHS:
         whole = split(name) if name in IN_ATTENTION else split(name)[: len(ours)]
-        # usp uses the last axis of the rule as the inner axis, whatever its size.
+        # usp uses the last axis of the rule as the inner axis, whatever the size of this axis. So the rule must contain
+        # all AXES.
         if whole != ours or (
             config.context_parallel_strategy == "usp" and name in IN_ATTENTION and rules[name] != AXES
         ):

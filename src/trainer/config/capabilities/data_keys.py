@@ -23,7 +23,7 @@ OWN_KEYS = {
     "grain": ("grain_train_files", "grain_eval_files", "grain_train_mixture_config_path", "grain_file_type"),
     "hf": ("hf_path", "hf_name", "hf_data_dir", "hf_train_files", "hf_eval_split", "hf_eval_files"),
 }
-# The keys that each dataset_type requires, with an example.
+# The keys that each dataset_type requires, each with an example of its value.
 _NEEDED = {
     "tfds": {"dataset_path": "/data/tensorflow_datasets", "dataset_name": "c4/en:3.0.1"},
     "grain": {"grain_train_files": "/data/*.arrayrecord"},
@@ -44,7 +44,8 @@ _WEIGHT = re.compile(r"[0-9./]{1,24}(e[+-]?[0-9]{1,2})?", re.IGNORECASE)
 
 
 def parse_mixture(files: str, config_path: Any) -> list[tuple[str, Fraction]]:
-    """Returns the globs and weights of `files`, or of the JSON file `config_path` if it is given.
+    """Returns pairs of a glob and its weight, from `files` or, if `config_path` is given, from the JSON file at
+    `config_path`.
 
     Args:
       files: the value of grain_train_files: `glob`, `glob;glob` or `glob,weight;glob,weight`.
@@ -222,13 +223,13 @@ ROWS = (
         step=False,
         path=Place.DATA,
     ),
-    Row(("dataset_name", "hf_name", "hf_data_dir"), step=False, path=Place.ANY),  # relative to another path
+    Row(("dataset_name", "hf_name", "hf_data_dir"), step=False, path=Place.ANY),  # relative to the path in another key
     Row(("document_filter",), step=False, code=True),
     Row(tuple(key for key in FILTERS if key != "document_filter"), step=False),
     Row(("eval_split", "eval_data_columns", "tokenize_eval_data", "hf_eval_split"), Resume.AROUND, step=False),
     Row(("data_cache_directory", "prepared_path"), Resume.AROUND, step=False, path=Place.LOCAL),
     Row(("remote_copies_gib",), Resume.AROUND, step=False),
-    Row(("prepare_part_mib", "prepare_workers"), Resume.AROUND, step=False),  # the fingerprint changes if the rows do
+    Row(("prepare_part_mib", "prepare_workers"), Resume.AROUND, step=False),  # if rows change, the fingerprint changes
     Row(("grain_eval_files", "hf_eval_files"), Resume.AROUND, step=False, path=Place.DATA),
     Row(("eval_dataset_name",), Resume.AROUND, step=False, path=Place.ANY),
     Row(("num_epoch",), Resume.LENGTH, step=False),
@@ -294,9 +295,10 @@ def data_not_asked_for(
     default data instead of the data that the user's keys name.
 
     Args:
-      where: the source of each key's value.
-      changed: the keys that the user's yml or the command line gives.
-      maxtext_base: the given file that is MaxText's base.yml, if any; its dataset_type counts as a default.
+      where: a dict from each key to a description of the source of its value.
+      changed: the keys that the user's yml, the command line or the environment gives, each with its source.
+      maxtext_base: the path of MaxText's base.yml if the user gives this file. The dataset_type in this file counts as
+        a default.
     """
     if where["dataset_type"] != DEFAULT:
         return []
@@ -415,7 +417,8 @@ def without_rows(words: Iterable[str]) -> dict[str, int]:
     """Returns a default of max_target_length, as {"max_target_length": length}, for a command that makes no rows.
 
     The length is at most trainable_position_size, because rows must not be longer than the learned positions. Returns
-    {} if max_target_length is given, or if trainable_position_size is not. `words`: the command's key=value arguments.
+    {} if max_target_length is given or trainable_position_size is not given. `words`: the command's key=value
+    arguments.
     """
     given = dict(word.partition("=")[::2] for word in words)
     positions, default = given.get("trainable_position_size", ""), schema().keys["max_target_length"].default

@@ -12,14 +12,15 @@ from trainer.config.words import counted
 class Schedule(NamedTuple):
     """When each fragment of the parameters synchronizes, and when islands merge the result into their parameters.
 
-    Plain DiLoCo has one fragment, and islands merge it immediately.
+    An island is a group of devices with its own copy of the parameters. Plain DiLoCo has one fragment, and islands
+    merge a synchronized fragment immediately.
     """
 
     period: int  # steps between two synchronizations of the same fragment
     fragments: int
     delay: int  # steps from a synchronization until islands merge its result into their parameters
     alpha: float  # the weight of an island's own parameters when it merges the outer parameters into them
-    steps: int  # the number of steps; all fragments synchronize after the last one
+    steps: int  # the number of steps of the run; all fragments synchronize after the last step
 
     @property
     def spacing(self) -> int:
@@ -41,7 +42,8 @@ class Schedule(NamedTuple):
     def arrives(self, fragment: int, in_flight: Any, updates: Any) -> Any:
         """Returns whether islands merge `fragment` into their parameters after update number `updates`.
 
-        `in_flight`: if a fragment waits to be merged, the update number after which it synchronized; otherwise 0.
+        `in_flight`: the number of the update after which the fragment that still waits to be merged synchronized; 0 if
+        no fragment waits.
         """
         its = (in_flight > 0) & (in_flight % self.period == self.offset(fragment))
         return its & ((updates == in_flight + self.delay) | (updates == self.steps))

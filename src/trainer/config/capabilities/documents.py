@@ -1,10 +1,11 @@
-"""The number of documents that share a row of training data. It lets kernels save memory and time."""
+"""The maximum number of documents that share a row of training data. Attention kernels use it to save memory and
+time."""
 
 from trainer.config.capabilities.token_keys import most_segments, token_files
 from trainer.config.derived import has_rollouts
 from trainer.config.keys import Config
 
-SYNTHETIC = 4  # documents in a synthetic row
+SYNTHETIC = 4  # the number of documents in a row of synthetic data
 # The keys on which `most_documents` depends.
 OF_ROWS = (
     *("use_grpo", "use_dpo", "use_distill", "distill_rollouts", "dataset_type", "grain_file_type", "packing"),
@@ -13,7 +14,7 @@ OF_ROWS = (
 
 
 def most_documents(config: Config) -> int | None:
-    """Returns the maximum number of documents in a row of the data of `config`.
+    """Returns the maximum number of documents that a row of the configured training data can contain.
 
     0 means that each row is one document without padding, except perhaps the last row of the data. None means that the
     maximum is unknown until the rows are made.

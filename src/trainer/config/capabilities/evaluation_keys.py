@@ -3,8 +3,8 @@
 from trainer.config.key_rows import Inert, Resume, Row
 
 ROWS = (
-    # If evaluation holds out a part of the training documents, a change of these keys may change the training rows.
-    # The fingerprint of the data detects such a change.
+    # These keys may change on resume. If evaluation holds out a part of the training documents, another value of a key
+    # may change the training rows; the run then refuses to resume, because the data's fingerprint differs.
     Row(
         (
             *("eval_interval", "eval_steps", "eval_per_device_batch_size", "mtp_eval_target_module"),

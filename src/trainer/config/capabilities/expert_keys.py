@@ -115,7 +115,8 @@ def _bias(config: Config) -> str | None:
     return None
 
 
-ROWS = (Row(("routed_bias_update_rate",), Resume.AROUND),)  # DeepSeek-V3 sets it to 0 for the last part of its training
+# May change on resume: DeepSeek-V3 was trained with 0 in the last part of its training.
+ROWS = (Row(("routed_bias_update_rate",), Resume.AROUND),)
 CHECKS: tuple[Check, ...] = (
     refused(
         ("first_num_dense_layers", "base_num_decoder_layers"),

@@ -1,4 +1,5 @@
-"""The key `batch_invariant`, which makes results independent of the batch, bit for bit, and its checks."""
+"""The key `batch_invariant` and its checks. The key makes the results for a sequence bitwise independent of the batch
+that contains the sequence."""
 
 from collections.abc import Mapping
 from platform import machine
@@ -11,17 +12,17 @@ from trainer.config.keys import Config
 
 OP = "invariant"
 OF_BITS = ("dtype", "scan_layers")  # keys that must have the same value in generation and training
-QUERIES = 64  # the rows of a matrix product, and the queries of an attention block, are a multiple of this number
+QUERIES = 64  # the row count of each matrix product, and the query count of each attention block, are multiples of it
 # The minimum number of columns of a matrix product. With fewer columns, a product with 64 rows is summed in another
 # order than a product with more rows.
 COLUMNS = 16
 TILE = 128  # attention sums over keys in tiles of this many tokens, which begin at the same positions in all programs
 
-_WHOLE = ("diloco", "data", "fsdp")  # sharding over these mesh axes keeps rows and multiplied matrices whole
+_WHOLE = ("diloco", "data", "fsdp")  # sharding over these mesh axes splits neither a row nor a matrix of a product
 
 
 def _why_not(axis: str) -> str:
-    """Returns why a mesh axis must have one device."""
+    """Returns why the mesh axis `axis` must have one device."""
     parts = "each device must have whole rows and whole matrices"
     return f"{'bitwise equality is not verified for pipelines' if axis == 'stage' else parts}; use data and fsdp"
 
@@ -76,10 +77,11 @@ def split_on(values: Config, mesh: Mapping[str, int]) -> list[str]:
 
 
 def compiler_options(config: Config, platform: str) -> dict[str, str]:
-    """Returns the XLA compiler options of training and generation for `platform`; {} with batch_invariant=false.
+    """Returns the XLA options with which training and generation are compiled; {} except for batch_invariant=true on
+    CPUs.
 
-    By default, XLA's CPU backend passes large sums, with the operations around them, to a library that sums in an
-    order of its own. With the returned option, the library computes only matrix products.
+    By default, XLA's CPU backend passes large sums, together with the operations around them, to a library that sums in
+    a different order. With the returned option, XLA uses this library only for matrix products.
     """
     if not config.batch_invariant or platform != "cpu":
         return {}

@@ -27,10 +27,10 @@ class Kernel:
     dropout: bool = True
     soft_cap: bool = True
     window: bool = True
-    sinks: bool = True  # supports a learned logit per head in addition to the keys' logits
+    sinks: bool = True  # supports attention sinks: a learned logit per head, in addition to the keys' logits
     unequal_widths: bool = True  # supports values and keys of different widths, as in multi-head latent attention
     segments: bool = True  # supports packed rows, whose documents do not attend to each other
-    documents: int | None = 0  # the most documents per row that it can process, given their lengths; None: no limit
+    documents: int | None = 0  # the most documents per row whose lengths it accepts; 0: no lengths; None: no limit
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     length_multiple: int = 1
     head_dim_multiple: int = 1
@@ -39,7 +39,7 @@ class Kernel:
     # a row over devices, and query heads must be sharded like kv heads.
     per_device: bool = False
     over_cache: bool = False  # supports queries and keys at different positions, as in decoding
-    further_widths: tuple[tuple[int, int], ...] = ()  # also supported: pairs (width of keys, width of values)
+    further_widths: tuple[tuple[int, int], ...] = ()  # pairs (key width, value width) allowed beyond head_dim_most
     # The fields that differ on some GPUs, by the major version of their compute capability.
     by_capability: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
 
@@ -54,9 +54,9 @@ KERNELS = {
     "blockwise": Kernel(),
     "invariant": Kernel(dropout=False, over_cache=True),
     "splash": Kernel(platforms=("tpu",), dropout=False, length_multiple=128, per_device=True),
-    # Segments may be passed to cuDNN as a bias, and the backward pass of a bias needs an even length. The backward pass
-    # in cuDNN's frontend limits the widths (node/sdpa_support_surface.h). A soft cap would be a score function, which
-    # cuDNN cannot combine with a causal mask or lengths.
+    # Segments may be passed to cuDNN as a bias, and the backward pass of a bias needs an even row length. The widths
+    # are limited by the backward pass in cuDNN's frontend (node/sdpa_support_surface.h). A soft cap would be a score
+    # function, which cuDNN cannot combine with a causal mask or lengths.
     "cudnn_flash_jax": Kernel(
         platforms=("gpu",),
         dropout=False,
@@ -82,8 +82,8 @@ class Strategy:
     """The attention features that are available if the tokens of a row are split over devices.
 
     Attributes:
-      kernels: the kernels that can process the keys and values that devices exchange. Each of these kernels keeps all
-        of its features.
+      kernels: the names of the kernels that can process the keys and values that devices exchange. Each kernel supports
+        the same features as without the exchange.
       whole_rows: whether the exchange gives each device all tokens of its rows, for a part of the heads.
     """
 
@@ -91,8 +91,8 @@ class Strategy:
     whole_rows: bool = False
 
 
-# The values of `context_parallel_strategy`. Ring attention, a part of "usp", replaces the kernel and computes
-# blockwise.
+# Maps each value of `context_parallel_strategy` to its features. "usp" includes ring attention, which replaces the
+# kernel and computes attention blockwise.
 STRATEGIES = {
     "all_gather": Strategy(("dot_product", "blockwise", "splash")),
     "ring": Strategy(("blockwise",)),
@@ -106,7 +106,8 @@ FLASH = {"cpu": "blockwise", "gpu": "cudnn_flash_jax", "tpu": "splash"}
 def choose_attention(
     values: Config, mesh: Mapping[str, int], platform: str, capability: Capability | None = None
 ) -> tuple[str, list[str]]:
-    """Returns the kernel that the key `attention` selects, and at most one message about an unsupported choice.
+    """Returns the name of the kernel that the key `attention` selects, and a list, which contains a message if
+    `attention` requests a kernel that does not support the configuration.
 
     `values` is a configuration with a resolved dtype. An empty `mesh` skips the checks that depend on the mesh.
     `capability` is the lowest compute capability of the NVIDIA GPUs; None if unknown.
@@ -119,7 +120,7 @@ def choose_attention(
     name = FLASH[platform] if asked in ("autoselected", "flash") else asked
     if asked in ("autoselected", "flash") and strategy.kernels == ("blockwise",):
         name = "blockwise"
-    if asked == "autoselected":  # selects only features that were run on a GPU (docs/benchmarks/gpu.md)
+    if asked == "autoselected":  # uses only features that have been run on a GPU (docs/benchmarks/gpu.md)
         return "blockwise" if _unmet(name, values, mesh, platform, None) else name, []
     if not (unmet := _unmet(name, values, mesh, platform, capability)):
         return name, []
@@ -129,7 +130,8 @@ def choose_attention(
 
 
 def read_documents(config: Config, capability: Capability | None) -> int | None:
-    """Returns `most_documents` if the configured kernel can process that many documents as lengths; otherwise None."""
+    """Returns `most_documents(config)` if the configured kernel should get a row's documents as that many lengths.
+    Returns None if the kernel should not get lengths."""
     most, reads = most_documents(config), KERNELS[config.attention].on(capability).documents
     if most is None or (reads is not None and (not reads or most > reads)):
         return None
@@ -144,7 +146,7 @@ def read_documents(config: Config, capability: Capability | None) -> int | None:
 def why_no_kernel(config: Config, mesh: Mapping[str, int], platform: str, capability: Capability | None = None) -> str:
     """Returns why the resolved `config` uses blockwise attention instead of the platform's kernel.
 
-    Returns "" if the attention is not blockwise, or if the platform's kernel supports the configuration.
+    Returns "" if the attention is not blockwise, or if the platform's kernel supports the configuration on every GPU.
     """
     name = FLASH[platform]
     if config.attention != "blockwise" or not (unmet := _unmet(name, config, mesh, platform, None)):
@@ -165,7 +167,8 @@ def _strategy(values: Config) -> Strategy:
 def _unmet(
     name: str, values: Config, mesh: Mapping[str, int], platform: str, capability: Capability | None
 ) -> list[str]:
-    """Returns the settings in `values` that the kernel `name` does not support, including context_parallel_strategy."""
+    """Returns the texts of `unsupported` for the kernel `name`, after one about context_parallel_strategy if the kernel
+    does not support that setting."""
     kernels = _strategy(values).kernels
     over = (
         []
@@ -176,7 +179,8 @@ def _unmet(
 
 
 def unsupported(kernel: Kernel, values: Config, mesh: Mapping[str, int], platform: str) -> list[str]:
-    """Returns the settings that the kernel does not support, with the supported values where there are any."""
+    """Returns one text for each setting that the kernel does not support; it includes the supported values, if there
+    are any."""
     length, dtype = values.max_target_length, values.dtype
     widths = _widths(values)
     dropout = values.attention_dropout_rate if values.enable_dropout else 0
@@ -203,7 +207,8 @@ def unsupported(kernel: Kernel, values: Config, mesh: Mapping[str, int], platfor
 
 
 def _widths(values: Config) -> dict[str, int]:
-    """Returns the widths of a head's keys and values, by the configuration keys that set them."""
+    """Returns a dict from the configuration keys that set the width of a head's keys and values to that width. Contains
+    two widths with multi-head latent attention, otherwise one."""
     if values.attention_type != "mla":
         return {"head_dim": values.head_dim}
     parts = ("qk_nope_head_dim", "qk_rope_head_dim")

@@ -20,8 +20,8 @@ class Traits(NamedTuple):
     # The number of float32 moments per trained parameter. The row and column sums of Adafactor do not count, nor do
     # moments that only some parameters have.
     full: int = 0
-    # The key for the coefficient of the first moment, which is stored in `mu_dtype`. If the value of the key is 0, the
-    # optimizer has no first moment. None: no key removes the first moment.
+    # The key that sets the coefficient of the first moment, the moment that is stored in `mu_dtype`. If the value of
+    # the key is 0, the optimizer has no first moment. None: no key removes the first moment.
     momentum: str | None = None
 
 
@@ -73,10 +73,11 @@ def moment_bytes(config: Config, bytes_of: dict[str, int]) -> int:
 
 
 def groups_of(value: Sequence[str]) -> list[tuple[str, float]]:
-    """Returns the patterns of `learning_rate_groups` with their factors.
+    """Returns a list of pairs (pattern, factor) from `value`, the value of the key learning_rate_groups.
 
     Raises:
-      ValueError: an item is not pattern=factor, with a regular expression and a number above 0.
+      ValueError: an item is not of the form pattern=factor, where pattern is a regular expression and factor a number
+        above 0.
     """
     groups = []
     for item in value:
@@ -109,7 +110,7 @@ def _groups(config: Config) -> str | None:
 
 
 def _inert(name: str) -> list[Inert]:
-    """Returns rows for the keys in `KEYS` that have no effect with the optimizer `name`."""
+    """Returns `Inert` entries for the keys that have no effect with the optimizer `name`."""
     keys, momentum = TRAITS[name].reads, TRAITS[name].momentum
     decays = [key for key in keys if key.endswith("_weight_decay")]
     others = [key for key in KEYS if key not in keys]

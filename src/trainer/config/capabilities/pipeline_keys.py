@@ -25,8 +25,8 @@ KEYS = (
     "set_remat_policy_on_layers_per_stage",
     *GATHERS,
 )
-# The leading axes of a pipeline's parameters (before the layers of a stage) and of its activations (before the batch),
-# each with the sharding rule that it must have.
+# The leading logical axes of a pipeline's parameters (the first two) and of its activations (the last one), each with
+# the mesh axes to which the sharding rules must map it.
 OF_PIPELINE = {"circular_repeats": (), "stages": (STAGE,), "activation_stage": (STAGE,)}
 
 
@@ -85,7 +85,8 @@ class Pipeline:
 
 
 def stages(config: Config) -> int:
-    """Returns the number of stages; 1 without a pipeline. Less than 2 if a size of the mesh axis is still -1."""
+    """Returns the number of stages; 1 without a pipeline. If the size of the stage axis within or across slices is
+    still -1, the result is below 2."""
     return int(config[ICI[STAGE]] * config[DCN[STAGE]])
 
 
@@ -115,8 +116,11 @@ def nothing_to_gather(config: Config) -> bool:
 
 
 def unpipelined(config: Config) -> Config:
-    """Returns a configuration of the same model without a pipeline. Its parameters have the shapes of checkpoints; its
-    mesh does not match the devices."""
+    """Returns the configuration of the same model without a pipeline.
+
+    With this configuration, parameters have the shapes in which checkpoints store them. Its mesh has one stage, so it
+    does not match the devices.
+    """
     if stages(config) == 1:
         return config
     return type(config)({**config, ICI[STAGE]: 1, DCN[STAGE]: 1})

@@ -57,7 +57,7 @@ INERT = (
 
 
 def pair_columns_problem(config: Config, key: str) -> str | None:
-    """Returns why the columns cannot contain pairs of answers; None if they can."""
+    """Returns why the columns listed in `config[key]` cannot contain pairs of answers; None if they can."""
     columns = config[key]
     if config.formatting_func_path:
         return None if columns and all(columns) else "must be the columns that the formatting function reads"

@@ -66,10 +66,11 @@ def asks_for_floats(words: Sequence[str]) -> bool:
 
 
 def options_for_stored(config: Config, platform: str) -> dict[str, str]:
-    """Returns the options with which XLA compiles generation from stored weights for `platform`.
+    """Returns the XLA options with which generation from stored weights is compiled for `platform`; {} except on CPUs.
 
-    XLA's CPU backend converts each matrix to floats before a product. By default, it keeps all float matrices at once,
-    in memory that is newly allocated at each step; a step then takes 3 to 7 times as long as with the returned option.
+    XLA's CPU backend converts each matrix to floats before a product. By default, the backend keeps all float matrices
+    at once, in memory that is newly allocated at each step; a step then takes 3 to 7 times as long as with the returned
+    option.
     """
     stored = config.checkpoint_is_quantized and platform == "cpu"
     return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"} if stored else {}

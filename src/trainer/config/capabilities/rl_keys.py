@@ -61,7 +61,8 @@ ROWS = (
     Row(("num_batches",), Resume.LENGTH, step=False),
     Row(("batch_size", "rl_num_generations", "rl_num_iterations"), step=False),
     Row(("reward_functions",), step=False, code=True),
-    # The keys for where and how long reward functions run, and how many completions are generated at once.
+    # The keys that determine where and for how long reward functions run, and how many completions are generated at
+    # once.
     Row((*_WORKERS, "rollout_micro_batch_size"), Resume.AROUND, step=False),
 )
 _REWARDED: tuple[Check, ...] = (
@@ -100,7 +101,8 @@ INERT = (
 )
 
 
-# Settings under which an update computes log-probabilities that differ from those of the rollouts before it.
+# Each entry consists of keys, a condition on the configuration, and a reason. If the condition is true, updates compute
+# other log-probabilities than rollouts, for this reason.
 _DRIFTS: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
     (
         ("sparse_matmul", "capacity_factor"),
@@ -121,7 +123,8 @@ _DRIFTS: tuple[tuple[tuple[str, ...], Callable[[Config], bool], str], ...] = (
 
 
 def drifts(config: Config) -> list[str]:
-    """Returns one line for each reason why the first update's log-probabilities differ from those of its rollouts."""
+    """Returns one line for each reason why rollouts and the first update after them compute different
+    log-probabilities."""
     reads = has_rollouts(config) and (config.use_grpo or samples_divergence(config))
     said = "in the first update of a round, log-probabilities differ from those of the rollouts by more than rounding"
     return [

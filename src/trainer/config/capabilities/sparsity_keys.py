@@ -29,7 +29,7 @@ INERT = (
         "no weights are masked without weight_sparsity_n",
     ),
     Inert(("weight_sparsity_update_step",), lambda c: c.weight_sparsity_start_step > c.steps, _NONE_MADE),
-    # With a loaded checkpoint, these keys have an effect, because it may contain masks.
+    # With a loaded checkpoint, these keys have an effect, because the checkpoint may contain masks.
     Inert(
         ("weight_sparsity_n", "weight_sparsity_m"),
         lambda c: c.weight_sparsity_start_step > c.steps and not (c.load_parameters_path or c.load_full_state_path),

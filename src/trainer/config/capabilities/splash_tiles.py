@@ -6,7 +6,7 @@ from trainer.config.key_rows import Inert, Resume, Row
 from trainer.config.keys import Config
 from trainer.config.numbers import around, divisors
 
-LANES = 128  # lanes of a TPU register; tile sizes, and therefore lengths, are multiples of it
+LANES = 128  # the lanes of a TPU register; tile sizes, and therefore row lengths, are multiples of this number
 _CHOICES = (512, 256, LANES)
 
 
@@ -14,9 +14,10 @@ class Tiles(NamedTuple):
     """The fields of JAX's `splash_attention.BlockSizes`. Sizes are in tokens. `fitted` replaces sizes of 0.
 
     `block_q`, `block_kv`: the tiles of scores in the forward pass. `*_dkv`: the tiles in the kernel for the gradients
-    of keys and values. `*_dq`: the tiles in the kernel for the gradient of queries. `*_compute`: the number of keys of
-    a tile in one matrix product. `use_fused_bwd_kernel`: whether the dkv kernel also computes the gradient of queries.
-    `*_layout`: the minor dimension of a tile, which lies along the lanes of a register: HEAD_DIM_MINOR or SEQ_MINOR.
+    of keys and values. `*_dq`: the tiles in the kernel for the gradient of queries. `*_compute`: how many keys of a
+    tile one matrix product processes. `use_fused_bwd_kernel`: whether the dkv kernel also computes the gradient of
+    queries. `*_layout`: the minor dimension of a tile, which lies along the lanes of a register: HEAD_DIM_MINOR or
+    SEQ_MINOR.
     """
 
     block_q: int = 0

@@ -21,15 +21,16 @@ def token_files(config: Config) -> bool:
 
 
 def split_ratios(config: Config) -> list[float]:
-    """Returns the ratios of mmap_npy_split: training, evaluation, others. [] if the key is empty or has no effect."""
+    """Returns the ratios in mmap_npy_split (training, evaluation, others); [] if the key is empty or has no effect."""
     text = config.mmap_npy_split if token_files(config) and config.grain_file_type == "mmap_npy" else ""
     return [float(ratio) for ratio in text.split(",")] if text else []
 
 
 def shortest_segment(config: Config) -> int:
-    """Returns the length in tokens up to which a segment is extended by the next document instead of ending.
+    """Returns the number of tokens that a segment must exceed before it can end together with a document.
 
-    The key packing_max_segments_per_sample determines this length. 0: no segment is extended.
+    A segment that is not longer continues with the next document. The key packing_max_segments_per_sample determines
+    the number. 0: every segment ends together with its document.
     """
     most, reset = config.packing_max_segments_per_sample, config.reset_attention_mask
     shortest = config.max_target_length // most if most > 0 and reset else 0

@@ -1,4 +1,5 @@
-"""The key `num_vocab_tiling`: the number of tiles in which the loss is computed."""
+"""The key `num_vocab_tiling`: the number of tiles of tokens for which logits and loss are computed, one tile after
+another."""
 
 import math
 from collections.abc import Iterable
@@ -21,7 +22,8 @@ def choose_tiles(values: Config) -> list[str]:
     """Replaces a `num_vocab_tiling` of -1 in `values`. The mesh and batch sizes must be filled in and consistent.
 
     Returns:
-      One line for each kind of batch whose number of tokens is not a multiple of the given value.
+      If `num_vocab_tiling` is not -1: one line for each kind of batch whose number of tokens per device is not a
+      multiple of `num_vocab_tiling`.
     """
     asked, tokens = values.num_vocab_tiling, _tokens_per_device(values)
     if asked == AUTOMATIC:
@@ -36,12 +38,13 @@ def choose_tiles(values: Config) -> list[str]:
 
 
 def worthwhile_tiles(config: Config) -> int:
-    """Returns the number of tiles that -1 selects; 1 if tiling does not save more than it costs.
+    """Returns the number of tiles that -1 selects; 1 if tiling does not save more memory than it costs.
 
     Tiling saves memory for logits and costs memory for a float32 gradient of the head. A number of tiles is suitable if
-    it divides the tokens, saves more memory than the gradient takes, and is not so large that the products of a tile
-    would be too small. The result is the smallest suitable number with which the logits of a tile take at most half the
-    memory of the gradient. If there is none, the result is the largest suitable number, or 1 if no number is suitable.
+    it divides the number of tokens, saves more memory than the gradient takes, and is not so large that the products of
+    a tile would be too small. The result is the smallest suitable number with which the logits of a tile take at most
+    half the memory of the gradient. If there is none, the result is the largest suitable number, or 1 if no number is
+    suitable.
 
     Args:
       config: a configuration with consistent mesh and batch sizes.
@@ -54,10 +57,10 @@ def worthwhile_tiles(config: Config) -> int:
 
 
 def _most(logits: int, waiting: int) -> int:
-    """Returns the maximum number of tiles: with more, the products of a tile would be too small.
+    """Returns the largest number of tiles with which the matrix products of a tile are not too small to be efficient.
 
-    `logits` and `waiting` are the results of `tile_bytes`. With the maximum, a tile's logits take about an eighth of
-    `waiting`.
+    `logits` and `waiting`: the bytes of the logits and of the gradient, from `tile_bytes`. With the largest number, the
+    logits of a tile take about an eighth of the gradient's bytes.
     """
     return 8 * logits // waiting
 
@@ -81,9 +84,10 @@ def tile_bytes(config: Config) -> tuple[int, int]:
 
 
 def chosen(asked: Any, config: Config) -> list[str]:
-    """Returns a line about the chosen number of tiles; [] if the user chose it.
+    """Returns a list with one line about the number of tiles; [] if the user set the number.
 
-    `asked` is the configuration before it was resolved to `config`; it asks for a choice with num_vocab_tiling=-1.
+    `asked`: the configuration before resolving, in which num_vocab_tiling=-1 asks for an automatic choice. `config`:
+    the resolved configuration, with the number that was chosen.
     """
     if asked["num_vocab_tiling"] != AUTOMATIC:
         return []
@@ -104,7 +108,8 @@ def chosen(asked: Any, config: Config) -> list[str]:
 
 
 def _tokens_per_device(values: Any) -> dict[str, int]:
-    """Returns the number of tokens whose logits one device computes, for each kind of batch."""
+    """Returns a dict from each kind of batch, in words, to the number of its tokens whose logits one device
+    computes."""
     rules, mesh = make_rules(values.logical_axis_rules), mesh_axes(values)
     rows, lengths = (math.prod(mesh[axis] for axis in rules[name]) for name in _TOKENS)
     length = values.max_target_length // lengths

@@ -1,14 +1,16 @@
-"""The window of each layer's attention."""
+"""The attention window of each layer."""
 
 from trainer.config.family import facts_of, reads
 from trainer.config.keys import Config
 
-# The keys that a family with alternating layers fixes (`Facts.fixes`), because the period determines its windows.
+# `Facts.fixes` for families in which layers with and without a window alternate. In such a family, `Facts.period`
+# determines which layers have a window, so attention_type is fixed.
 ALTERNATING = {"attention_type": "global"}
 
 
 def windows(config: Config) -> tuple[int, ...]:
-    """Returns the window of each layer in one period of layers, in tokens; 0: the whole document."""
+    """Returns the windows, in tokens, of the layers in one period; all periods are equal. 0: a layer attends to the
+    whole document."""
     size, facts = config.sliding_window_size, facts_of(config)
     if reads(config, "chunk_attn_window_size"):
         chunk, every = config.chunk_attn_window_size, config.nope_layer_interval
@@ -27,7 +29,7 @@ def in_chunks(config: Config) -> bool:
 
 
 def period(config: Config) -> int:
-    """Returns n if every n-th layer has no window and the others have one; 0 if the layers do not alternate."""
+    """Returns n if every n-th layer has no window and all other layers have one; 0 if the layers do not alternate."""
     facts = facts_of(config)
     return (config.sliding_window_pattern or facts.period) if facts and facts.period else 0
 
@@ -38,5 +40,5 @@ def has_window(config: Config) -> bool:
 
 
 def needs_window(config: Config) -> bool:
-    """Returns whether some layer should have a window, even if `sliding_window_size` is 0."""
+    """Returns whether some layer uses `sliding_window_size`, which must then be above 0."""
     return period(config) > 1 or (not period(config) and config.attention_type == "local_sliding")

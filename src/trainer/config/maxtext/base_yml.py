@@ -18,8 +18,8 @@ _NOTED = ("Model", "Data", "Training", "Optimizer", "Loss")
 
 @functools.cache
 def defaults(method: str = "") -> Mapping[str, Any]:
-    """Returns MaxText's default for each key whose default in our base.yml differs, as listed in maxtext.yml. `method`:
-    a key of `POST_TRAIN`, such as use_sft, whose file overrides maxtext.yml; "" for none."""
+    """Returns a dict from each key whose default in our base.yml differs from MaxText's to MaxText's default, as listed
+    in maxtext.yml. `method`: a key of `POST_TRAIN`, such as use_sft, whose file overrides maxtext.yml; "" for none."""
     keys = schema().keys
     found: dict[str, Any] = {}
     for path in (MAXTEXT_YML, *([POST_TRAIN[method]] if method else [])):
@@ -30,8 +30,8 @@ def defaults(method: str = "") -> Mapping[str, Any]:
 
 
 def changed_entries(entries: Sequence[Entry], schema: Schema, method: str = "") -> tuple[list[Entry], list[str]]:
-    """Returns the entries of a MaxText base.yml that the user changed, and the names of unknown entries. `method`: as
-    in `defaults`, if the file is the yml of one of MaxText's post-training programs."""
+    """Returns those of `entries`, from a MaxText base.yml, that the user changed, and the names of unknown entries.
+    `method`: as in `defaults`, if the file is the yml of one of MaxText's post-training programs."""
     absent = verdicts.table()["of_programs"].get(method, {})
     present = [entry.name for entry in entries]
     changed, unknown = [], []

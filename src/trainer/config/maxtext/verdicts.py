@@ -24,7 +24,7 @@ class Verdict:
     """How a key of MaxText is handled.
 
     Attributes:
-      kind: renamed, needless, not yet or never.
+      kind: RENAMED, NEEDLESS, NOT_YET (not supported yet) or NEVER (not supported).
       why: for needless keys, why the key has no effect; for others, what to use instead.
       neutral: the values that have no effect; None if every value is accepted.
       to: for a renamed key, the key of base.yml that replaces it.
@@ -37,8 +37,8 @@ class Verdict:
     to: str = ""
 
     def accepts(self, read: Callable[[Key], Any]) -> bool:
-        """Returns whether the given value has no effect. `read(key)` returns that value, parsed by the type of
-        `key`."""
+        """Returns whether the value that the user gives is accepted, because it has no effect. `read(key)` returns this
+        value, parsed by the type of `key`."""
         return self.neutral is None or any(_same(self.name, value, read) for value in self.neutral)
 
     def problem(self, given: str) -> str:
@@ -60,13 +60,14 @@ class Accepted:
 
 
 def find(name: str) -> Verdict | None:
-    """Returns the verdict on MaxText's key `name`; None if MaxText has no such key, or our base.yml has it, too."""
+    """Returns the verdict on MaxText's key `name`; None if MaxText has no such key, or if our base.yml has the key,
+    too."""
     return verdicts().get(name)
 
 
 @functools.cache
 def verdicts() -> Mapping[str, Verdict]:
-    """Returns all verdicts by name."""
+    """Returns a dict from the name of each MaxText key in keys.yml to the verdict on the key."""
     by_key = {}
     for group in table()["groups"]:
         kind, why, to = group["verdict"], group["why"], group.get("to", "")
@@ -103,7 +104,7 @@ def means_empty(key: Key, text: str) -> bool:
 
 
 def empty_value(name: str) -> Any:
-    """Returns the value to which an empty value of base.yml's key `name`, such as null, is converted."""
+    """Returns the value that replaces an empty value, such as null, of base.yml's key `name`."""
     return table()["empty"][name]
 
 

@@ -90,7 +90,8 @@ BY_SIGMOID = {"routed_score_func": SIGMOID, "routed_bias": True}
 # In transformers, the norms of latents always have the epsilon 1e-6, regardless of rms_norm_eps.
 _ONLY = {"rms_norm_eps": 1e-6, "moe_layer_freq": 1}
 
-# Keys in GGUF: the sizes of a head; the sizes of the latent keys and values (a single head); the scoring of experts.
+# Keys in GGUF files. The first two are the sizes of a head, the next two the sizes of the latent keys and values (a
+# single head). SCORE and NORM describe how experts are scored.
 _HEAD, _HEAD_V = "attention.key_length_mla", "attention.value_length_mla"
 _KEYS, _VALUES = "attention.key_length", "attention.value_length"
 SCORE, SOFTMAX_THERE, SIGMOID_THERE = "expert_gating_func", 1, 2
@@ -237,7 +238,7 @@ def _maxtext_refuses(config: Config) -> list[str]:
     return refused
 
 
-_WIDTH = ("fsdp", "expert", "context", "context_usp_ulysses")  # the mesh axes in the rule for embed
+_WIDTH = ("fsdp", "expert", "context", "context_usp_ulysses")  # the mesh axes of the logical axis embed
 AXES = {"q_lora_up_proj": (), "q_lora": _WIDTH, "kv_lora_up_proj": (), "kv_lora": _WIDTH}
 
 FAMILY = Family(

@@ -31,7 +31,7 @@ def stacks(config: Config) -> list[Stack]:
 
 
 def _named(config: Config) -> str:
-    """Returns a model_name for which MaxText uses the attention scale of `config`; "" if there is none."""
+    """Returns a model_name for which MaxText uses the attention scale of `config`; "" if no such name exists."""
     scalar, head_dim = config.query_pre_attn_scalar, config.head_dim
     if scalar in (0, head_dim):
         return "gemma3-4b"

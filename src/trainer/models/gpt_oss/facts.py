@@ -5,7 +5,7 @@ from trainer.config.family import Axes, Facts
 from trainer.config.keys import Config
 from trainer.config.tensors import TENSORS, of_blocks, renamed
 
-ATTENTION = "GptOssAttention"  # MaxText's name of the attention layer, a prefix of its parameters' names
+ATTENTION = "GptOssAttention"  # MaxText's name of the attention layer; the layer's parameter names begin with it
 _NAMES = {name: name.replace("self_attention/", f"{ATTENTION}/") for name in TENSORS}
 
 

@@ -26,10 +26,10 @@ NAME = "GptOssMlp"
 ALPHA = 1.702  # x sigmoid(ALPHA x) approximates GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415)
 
 
-@functools.cache  # NNX compares the result by identity, so equal models must share it
+@functools.cache  # NNX compares functions by identity, so models with the same limit must share one
 def clamped(limit: float) -> Combine:
-    """Returns the gated unit (up + 1) gate sigmoid(ALPHA gate), after clipping gate to at most `limit` and up to
-    [-limit, limit]."""
+    """Returns the gated unit (up + 1) * gate * sigmoid(ALPHA * gate), which first clips `gate` to at most `limit`, and
+    clips `up` to the interval [-limit, limit]."""
 
     def hidden(gate: jax.Array, up: jax.Array) -> jax.Array:
         gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
@@ -128,7 +128,7 @@ FAMILY = Family(
             ],
             window="alternating",
             period=2,
-            ropes=("yarn",),  # without rope_parameters, transformers uses the published YaRN
+            ropes=("yarn",),  # without rope_parameters, transformers uses the published models' YaRN settings
             sizes={
                 "num_experts": "num_local_experts",
                 "num_experts_per_tok": "num_experts_per_tok",

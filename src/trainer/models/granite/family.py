@@ -22,13 +22,14 @@ _SCALES = {
     **{"embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier"},
     **{"attention.scale": "attention_multiplier", "logit_scale": "logits_scaling"},
 }
-_ROTATES = "rope.scaling.finetuned"  # in this architecture: whether llama.cpp applies RoPE
+_ROTATES = "rope.scaling.finetuned"  # for this architecture, the key determines whether llama.cpp applies RoPE
 
 
 def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
     """See `Gguf.fields`. Without attention_multiplier, llama.cpp uses 1 / sqrt(head_dim)."""
     scale = {} if "attention_multiplier" in said else {"attention_multiplier": max(said["head_dim"], 1) ** -0.5}
-    return scale | ({} if said.get(_ROTATES, True) else {"position_embedding_type": "nope"})  # refused on reading
+    # position_embedding_type="nope" means that the model has no RoPE. The reader of config.json refuses this value.
+    return scale | ({} if said.get(_ROTATES, True) else {"position_embedding_type": "nope"})
 
 
 GGUF = Gguf("granite", pairs=True, numbers=NUMBERS | _SCALES, more={_ROTATES: bool}, fields=_fields)

@@ -23,9 +23,10 @@ GATE_UP = Merged("shared_mlp.input_linear", ("shared_mlp.gate_proj", "shared_mlp
 
 
 def _read(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
-    """See `HuggingFace.read`. Without `layer_types` or `layers_block_type`, every layer is a Mamba layer.
+    """See `HuggingFace.read`. Refuses Mamba layers and models without RoPE.
 
-    If `position_embedding_type` is not "rope", no layer has RoPE.
+    If neither `layer_types` nor `layers_block_type` is set, every layer is a Mamba layer. If `position_embedding_type`
+    is not "rope", no layer has RoPE.
     """
     if not (said.get("layer_types") or said.get("layers_block_type")):
         refused.append("layer_types=null: every layer is a Mamba layer, which is not supported")

@@ -68,7 +68,8 @@ class Block(nnx.Module):
     A family overrides the methods in which its block differs.
     """
 
-    ATTENTION: ClassVar[str] = "self_attention"  # the attention layer's attribute, a prefix of its parameters' names
+    # The attribute that contains the attention layer. The names of the layer's parameters begin with it.
+    ATTENTION: ClassVar[str] = "self_attention"
     ATTENTION_CLASS: ClassVar[type[Attention]] = Attention
     # Whether the feed-forward layer reads the block's input, not the residual stream after attention.
     PARALLEL: ClassVar[bool] = False
@@ -117,7 +118,8 @@ class Block(nnx.Module):
         return self.ATTENTION_CLASS(config.base_emb_dim, **{**settings, **dtypes, **given})
 
     def add_feed_forward(self, config: Config, rngs: nnx.Rngs, dtypes: Mapping[str, Any]) -> None:
-        """Makes the feed-forward layer and sets it as an attribute, with whose name its parameters' names begin."""
+        """Makes the feed-forward layer and sets it as an attribute. The names of the layer's parameters begin with the
+        name of this attribute."""
         self.mlp = MLP(
             config.base_emb_dim,
             config.base_mlp_dim,

@@ -102,7 +102,7 @@ def _read(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
     kinds = _kinds(keys["nope_layer_interval"], layers, said["attention_chunk_size"])
     if (given := said.get("layer_types")) and list(given) != kinds:
         refused.append(f"layer_types={shortened(str(given))} (known: chunked_attention in the layers with RoPE)")
-    tuned = bool(said["attn_temperature_tuning"])  # files of April 2025 contain the number 4
+    tuned = bool(said["attn_temperature_tuning"])  # in config.json files of April 2025, 4 means true
     return {**keys, "interleave_moe_layer_step": step, "temperature_tuning": tuned}
 
 
@@ -147,8 +147,8 @@ WITH_IMAGES = Outer(
 
 
 def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
-    """See `Gguf.fields`. llama.cpp always uses the published values of these fields. It enables
-    `use_qk_norm` unless the model has 128 experts."""
+    """See `Gguf.fields`. Returns the fields for which llama.cpp always uses the published values, and
+    `use_qk_norm`, which llama.cpp enables unless the model has 128 experts."""
     fixed = {name: _DEFAULTS[name] for name in ("no_rope_layer_interval", "attention_chunk_size", "floor_scale")}
     return fixed | {"attn_scale": 0.1, "use_qk_norm": said.get("num_local_experts") != 128}
 

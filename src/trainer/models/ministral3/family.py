@@ -44,7 +44,7 @@ def read(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
     rope = said.get("rope_scaling") or said.get("rope_parameters") or {}
     if rope.get("llama_4_scaling_beta") is None:
         refused.append("RoPE without llama_4_scaling_beta")
-    original = rope.get("original_max_position_embeddings")  # transformers ignores it elsewhere
+    original = rope.get("original_max_position_embeddings")  # outside of `rope`, transformers ignores it
     if original is None:
         refused.append("RoPE without original_max_position_embeddings")
     return {} if original is None else {"temperature_tuning_floor_scale": original}
@@ -60,9 +60,10 @@ def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_beta(said: Mapping[str, Any], usual: float | None = None) -> dict[str, Any]:
-    """Returns config.json's RoPE object with llama_4_scaling_beta, rounded because GGUF stores it as float32.
+    """Returns the RoPE object for config.json with llama_4_scaling_beta added.
 
-    `said`: the argument of `Gguf.fields`. `usual`: the default of llama_4_scaling_beta.
+    The value is rounded to 7 digits because GGUF stores it as float32. `said`: the argument of `Gguf.fields`. `usual`:
+    the value if the GGUF file has none.
     """
     beta = float(f"{said[TEMPERATURE]:.7g}") if TEMPERATURE in said else usual
     return {**(said["rope_scaling"] or {}), "llama_4_scaling_beta": beta}

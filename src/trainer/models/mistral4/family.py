@@ -62,12 +62,14 @@ _IN_GGUF = {name: it._replace(name=f"{it.name}.weight") for name, it in _EXPERTS
 
 
 def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
-    """See `Gguf.fields`. llama.cpp's converter omits llama_4_scaling_beta, so its default is the published value."""
+    """See `Gguf.fields`. llama.cpp's converter does not store llama_4_scaling_beta, so the published value is used for
+    files without it."""
     own = deepseek.fields(said)
     head, rope = own["qk_nope_head_dim"] + own["head_dim"], ministral3.with_beta(said, usual=0.1)
     rope["partial_rotary_factor"] = own["head_dim"] / max(head, 1)
     length = said.get(_LENGTH, original := rope.get("original_max_position_embeddings"))
-    other = {} if length == original else {_LENGTH: length}  # config.json has no such field, so the file is refused
+    # config.json has no field for a length other than `original`, so a file with such a length is refused.
+    other = {} if length == original else {_LENGTH: length}
     return {**own, **other, "head_dim": head, "rope_scaling": rope, "topk_method": "softmax"}
 
 

@@ -14,7 +14,7 @@ from trainer.models.llama2.family import LAYOUTS, stacks
 
 
 def _read(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
-    """See `HuggingFace.read`. If RoPE is scaled, a window that covers the longest text is ignored."""
+    """See `HuggingFace.read`. If RoPE is scaled, a window of at least max_position_embeddings tokens is ignored."""
     del refused
     rope = said.get("rope_scaling") or said.get("rope_parameters") or {}
     stretched = (rope.get("rope_type") or rope.get("type") or "default") != "default"

@@ -81,7 +81,7 @@ FAMILY = Family(
                 },
                 fields=lambda said: {"decoder_sparse_step": 1, "norm_topk_prob": True},
             ),
-            off=("qkv_bias", "shared_expert_intermediate_size"),  # false and 0 in Qwen3-Coder
+            off=("qkv_bias", "shared_expert_intermediate_size"),  # Qwen3-Coder sets these fields to false and 0
             # use_sliding_window is always false, so the fields of windows are ignored.
             ignored=("sliding_window", "max_window_layers", "use_qk_norm"),
         )

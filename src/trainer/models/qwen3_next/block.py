@@ -86,9 +86,9 @@ def sparse_stacks(config: Config) -> list[Stack]:
 
 
 def forward_flops(config: Config, keys: float | None = None) -> float:
-    """Returns `models.flops.forward_flops_per_token` plus the FLOPs of gates and of recurrent layers. The FLOPs of a
-    recurrent layer are those of its matrices and convolutions and, as in MaxText, eight for each element of its
-    recurrent state."""
+    """Returns `models.flops.forward_flops_per_token` plus the FLOPs of gates and of recurrent layers. A recurrent
+    layer counts the FLOPs of its matrices and convolutions, plus eight FLOPs for each element of its recurrent state,
+    as in MaxText."""
     blocks, gated = config.base_num_decoder_layers + config.mtp_num_layers, attention_blocks(config)
     width, heads = config.base_emb_dim, config.gdn_num_value_heads
     of_keys = 2 * config.gdn_num_key_heads * config.gdn_key_head_dim

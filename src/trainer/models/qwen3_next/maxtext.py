@@ -17,7 +17,7 @@ _MERGED = {
     "in_proj_ba": ("beta", "decay"),
     "conv1d": ("query_conv", "key_conv", "value_conv"),
 }
-# MaxText's name for each module of a layer that it names differently.
+# Maps our names of a layer's modules to MaxText's names, where the two differ.
 _MODULES = {
     "pre_self_attention_layer_norm": "input_layernorm",
     "post_self_attention_layer_norm": "post_attention_layernorm",

@@ -14,17 +14,18 @@ from trainer.leaves.gguf_file import GgufHeader
 from trainer.models.gguf import ATTENTION, EPSILON, LOG, USED
 from trainer.models.huggingface import HuggingFace
 
-# The tensors with RoPE factors: one for RoPE type llama3, and two for long and short texts with longrope.
+# The tensors with RoPE factors: one for RoPE type llama3; two for longrope, one for long and one for short texts.
 FREQUENCIES, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 FACTORS = (FREQUENCIES, LONG, SHORT)
 _SCALING, _ORIGINAL, _ROTATED = "rope.scaling.", "rope.scaling.original_context_length", "rope.dimension_count"
-# The parameters of RoPE type llama3 that a GGUF file may lack, with their values in all published models. The high
-# frequency factor is 1.0 in Llama 4, and 4.0 in other models.
+# The values of the parameters of RoPE type llama3 that a GGUF file may lack. They are the values of all published
+# models: the high frequency factor is 1.0 in Llama 4, and 4.0 in other models.
 _LOW, _HIGH, _ORIGINAL_LLAMA3 = 1.0, (4.0, 1.0), 8192
 _NORM = "blk.0.attn_q_norm.weight"
 _BIASES = "blk.0.attn_q.bias", "blk.0.attn_qkv.bias"
 _HEAD, _VALUES = "attention.key_length", "attention.value_length"
-# Keys that llama.cpp does not need.
+# Further keys that a file may contain: those with the prefix `_SCALING`, and keys that do not change the model's
+# output.
 _ROPE = ("type", "factor", "original_context_length", "finetuned", "yarn_beta_fast", "yarn_beta_slow")
 _HARMLESS = ("vocab_size", "tensor_data_layout")
 Factors = Mapping[str, np.ndarray]
@@ -92,8 +93,8 @@ def _heads(header: GgufHeader, prefix: str, said: Mapping[str, Any], partial: bo
 
 
 def _of_latents(header: GgufHeader, more: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns YaRN's fields that scale the scores of latent attention. Raises UserError without the key `LOG`, because
-    llama.cpp would then also scale queries and keys in RoPE."""
+    """Returns YaRN's fields that scale the scores of latent attention. Raises UserError if the key `LOG` is missing,
+    because llama.cpp then also scales queries and keys in RoPE."""
     scale = round(10 * more.get(LOG, 0), 6)
     if scale <= 0 or more.get(ATTENTION, 1) != 1:
         raise UserError(

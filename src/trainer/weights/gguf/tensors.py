@@ -46,7 +46,7 @@ def package() -> Any:
 
 @functools.cache
 def kinds() -> Mapping[int, tuple[str, int, int]]:
-    """Returns, by type number: the name of the type, and the numbers of values and bytes in a block."""
+    """Returns a dict from the number of a type to its name and its numbers of values and of bytes per block."""
     found = package().GGML_QUANT_SIZES.items()
     return {int(kind): (kind.name, *sizes) for kind, sizes in found}
 
@@ -54,8 +54,8 @@ def kinds() -> Mapping[int, tuple[str, int, int]]:
 def name_there(it: Gguf, name: str) -> str | None:
     """Returns the GGUF name of Hugging Face's tensor `name`; None if the architecture has no such tensor.
 
-    The number of the layer, or {} in its place, is the same in both names. A GGUF file stores all experts of a layer in
-    one tensor.
+    Both names contain the same layer number, or {} in its place. A GGUF file stores all experts of a layer in one
+    tensor.
     """
     gguf, number = package(), _LAYER.match(name)
     whole = name.replace(f".{EXPERT}", "").replace("_correction_bias", "_correction.bias")
@@ -77,8 +77,8 @@ class GgufTensor(NamedTuple):
       block: the numbers of values and of bytes in a block.
       shape: the shape in Hugging Face.
       start: the offset of the tensor in the file, in bytes.
-      head: the head size if the two halves of each head are stored as adjacent pairs; 0 if the order is that of Hugging
-        Face.
+      head: the head size if the file interleaves the two halves of each head (as adjacent pairs); 0 if the order is the
+        same as in Hugging Face.
       one: whether the values are stored with 1 added, which reading subtracts.
     """
 
@@ -190,8 +190,8 @@ def latent_names(name: str) -> tuple[str, str]:
 
 
 def joined_latents(it: Gguf, name: str, layer: int, stored: dict[str, GgufTensor]) -> dict[str, KeysAndValues]:
-    """Removes the two tensors for `name` from `stored` and returns them joined; {} if one is missing or they differ in
-    their numbers of heads or latents."""
+    """Removes the two tensors for `name` from `stored`, and returns a dict from the name to the joined tensor. If a
+    tensor is missing, or their numbers of heads or latents differ, returns {} and removes nothing."""
     places = [place.format(layer) for each in latent_names(name) if (place := name_there(it, each))]
     parts = [stored[place] for place in places if place in stored and len(stored[place].shape) == 3]
     if len(parts) < 2 or (parts[0].shape[:2] != (parts[1].shape[0], parts[1].shape[2])):
@@ -204,7 +204,7 @@ def joined_latents(it: Gguf, name: str, layer: int, stored: dict[str, GgufTensor
 def cut_latents(value: np.ndarray, name: str, keys: int, values: int) -> np.ndarray:
     """Returns the keys or the values of `value`, the tensor `OF_LATENTS`. `name`: one of the two `latent_names`.
 
-    `keys`, `values`: the numbers of entries of a head's keys and values.
+    `keys`, `values`: the sizes of a head's key and value.
     """
     heads = value.reshape(-1, keys + values, value.shape[-1])
     return heads[:, keys:] if "v_b" in name else heads[:, :keys].swapaxes(1, 2)
@@ -255,13 +255,15 @@ def stored_tensors(header: GgufHeader) -> dict[str, GgufTensor]:
 
 
 def as_hugging_face(tensor: GgufTensor, it: Gguf, name: str, head: int) -> GgufTensor:
-    """Returns `tensor` as Hugging Face's tensor `name`, with heads of `head` entries."""
+    """Returns `tensor`, changed so that `read` returns the values of Hugging Face's tensor `name`. `head`: the head
+    size."""
     permuted = it.pairs and name.endswith(_PERMUTED) and head > 1 and tensor.shape[0] % head == 0
     return tensor._replace(head=head if permuted else 0, one=it.one and name.endswith("norm.weight"))
 
 
 def as_gguf(values: np.ndarray, it: Gguf, name: str, head: int) -> np.ndarray:
-    """Returns the values of Hugging Face's tensor `name` as a GGUF file stores them; the inverse of `read`."""
+    """Returns the values of Hugging Face's tensor `name` as a GGUF file stores them; the inverse of
+    `GgufTensor.read`."""
     if it.pairs and name.endswith(_PERMUTED):
         heads = values.reshape(-1, 2, head // 2, *values.shape[1:])
         return heads.swapaxes(1, 2).reshape(values.shape)

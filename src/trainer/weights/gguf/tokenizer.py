@@ -49,7 +49,8 @@ def tokenizer_values(place: Path, about: About, rows: int, say: Callable[[str], 
 
     Args:
       about: the model's metadata, including the tokens that end a text.
-      rows: the vocabulary size of the model. It may exceed the tokenizer's; llama.cpp requires a name for each row.
+      rows: the vocabulary size of the model, which may exceed the tokenizer's. llama.cpp requires a name for each of
+        the model's tokens.
       say: receives a line if something cannot be written.
 
     Raises:

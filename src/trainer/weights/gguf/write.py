@@ -49,7 +49,7 @@ class _Written(NamedTuple):
       names: the names of the tensors in the file.
       shape: the shape of each tensor.
       kind: the name of each tensor's type.
-      of: the name in Hugging Face; see `Layout`.
+      of: the tensor's name in Hugging Face; see `Layout`.
       how: how the leaves are merged; None for a single leaf that is not merged.
     """
 
@@ -76,7 +76,7 @@ def write_gguf(
       config: the resolved configuration.
       dtype: the dtype of the matrices, one of `export.GGUF_DTYPES`; None: their current dtype.
       about: the model's metadata, including the tokens that end a text and the maximum text length.
-      tokenizer: the folder or file of its tokenizer.
+      tokenizer: the folder or file of the model's tokenizer.
       say: receives a line for each deviation from what was requested.
 
     Raises:
@@ -150,7 +150,8 @@ def _plan(config: Config, leaves: Mapping[str, Leaf], dtype: str | None) -> list
 
 
 def _cut(config: Config, of: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
-    """Returns the tensors for Hugging Face's tensor `of`, as names and shapes: two if it is `OF_LATENTS`, else one."""
+    """Returns the name (in Hugging Face's style) and the shape of each tensor that the file stores for Hugging Face's
+    tensor `of`: two tensors if `of` ends with `OF_LATENTS`, otherwise one."""
     if not of.endswith(OF_LATENTS):
         return [(of, shape)]
     keys, values = latent_names(of)

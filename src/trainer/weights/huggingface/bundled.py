@@ -10,7 +10,7 @@ from trainer.config.limits import EXPERTS
 from trainer.models.huggingface import EXPERT, HuggingFace
 from trainer.weights.huggingface.safetensors_file import DTYPES, StoredTensor
 
-# The matrices that a bundled tensor contains, by the end of the tensor's name.
+# The matrices that a bundled tensor contains, by the last component of the tensor's name.
 _BUNDLES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _EACH = f".experts.{EXPERT}.gate_proj.weight"
 

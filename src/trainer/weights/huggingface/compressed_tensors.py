@@ -92,7 +92,7 @@ def quantization_config(schemes: Mapping[str, Scheme], others: Collection[str]) 
 
     Args:
       schemes: the scheme of each quantized matrix, by the matrix's name.
-      others: the names of float matrices in linear layers, such as "lm_head.weight"; embedding tables do not count.
+      others: the names of the float matrices of linear layers, such as "lm_head.weight"; without embedding tables.
     """
     counts = collections.Counter(schemes.values()).most_common()
     groups = {}

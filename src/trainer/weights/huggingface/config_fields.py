@@ -1,4 +1,4 @@
-"""The fields of config.json: their allowed values, and those that do not change a model's results."""
+"""The fields of config.json: the values that each may have, and the fields that do not change a model's results."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -10,9 +10,10 @@ from trainer.leaves.about import IMAGES, LONGEST, TOKENS
 from trainer.models.huggingface import HuggingFace, Outer
 from trainer.weights.huggingface.quantization_config import FIELDS as QUANTIZED
 
-# Fields for the number of experts. transformers reads all of them for every family; its versions write different ones.
+# Fields for the number of experts. transformers reads all of them for every family; different versions write different
+# ones.
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
-# Fields of multi-head latent attention and of groups of experts whose values are not simply copied to one key.
+# Fields whose values are not simply copied to one key: fields of multi-head latent attention, and of groups of experts.
 _LATENT, _GROUPS = ("q_lora_rank", "rope_interleave", "qk_head_dim"), ("n_group", "topk_group", "topk_method")
 # Maps the fields for a model's sizes to our keys.
 SIZES = {
@@ -26,7 +27,7 @@ _SIZE, _SWITCH = Field(int, low=1), Field(bool, null=True)
 _OPTIONAL_SIZE, _OPTIONAL_NUMBER = Field(int, low=1, null=True), Field(float, null=True)
 _TOKEN = Field(int, null=True)
 _EPSILON, _POWER = Field(float, low=1e-37), Field(float, low=1e-18, high=1e18, null=True)
-# The values in layer_types: of a layer without an attention window, and of a layer with one.
+# The two values in layer_types: for a layer without an attention window, and for a layer with one.
 KINDS_OF_LAYERS = ("full_attention", "sliding_attention")
 KIND_OF = {"attention": KINDS_OF_LAYERS[0]}  # maps a name that transformers 4 writes to the current name
 # The allowed values in config.json and in its RoPE object. All fields are optional.

@@ -50,7 +50,7 @@ def model_keys(data: Mapping[str, Any], where: str, decoder_block: str = "") -> 
 
     Args:
       data: the parsed config.json, with `rope_theta` and `rope_scaling`, or with transformers 5's `rope_parameters`.
-      where: its path, for messages.
+      where: the path of config.json, for messages.
       decoder_block: the configured family, by name or import path; "" if none is configured.
 
     Raises:
@@ -135,17 +135,18 @@ def _check_types(data: Mapping[str, Any], where: str, hf: HuggingFace | None = N
 
 
 def declarations(decoder_block: str = "") -> list[tuple[str, HuggingFace]]:
-    """Returns all pairs of a family and one of its declarations: for the families of this package and, if
-    `decoder_block` is an import path, for that family, too."""
+    """Returns a pair (decoder_block, declaration) for each declaration of a family. The families are those of this
+    package and, if `decoder_block` is an import path, the family at this path."""
     own = [decoder_block] if ":" in decoder_block and family(decoder_block).hugging_face else []
     return [(block, hf) for block in [*FAMILIES, *own] for hf in family(block).hugging_face]
 
 
 def declaration(data: Mapping[str, Any], where: str, decoder_block: str) -> tuple[str, HuggingFace]:
-    """Returns the family that declares the model type of `data`, and its declaration. Arguments: see `model_keys`.
+    """Returns the decoder_block of the family that declares the model type of `data`, and the declaration of this type.
+    Arguments: see `model_keys`.
 
     Raises:
-      UserError: no family declares it.
+      UserError: no family declares the model type.
     """
     declared = declarations(decoder_block)
     known = {name: (block, hf) for block, hf in declared for name in (hf.model_type, *hf.aliases)}
@@ -180,9 +181,9 @@ def _contradicting_counts(hf: HuggingFace, data: Mapping[str, Any]) -> list[str]
 
 
 def _sizes(hf: HuggingFace, said: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, str]:
-    """Maps our keys for sizes to the names of the fields in `said` that have their values. `said` is the config.json
-    `data` with defaults filled in. For a family with experts, base_mlp_dim is included only if the declaration `hf`
-    lists it."""
+    """Returns a dict from each of our keys for sizes to the name of the field in `said` that contains its value. `said`
+    is the config.json `data` with defaults filled in. For a family with experts, base_mlp_dim is included only if the
+    declaration `hf` lists it."""
     own = dict(hf.sizes)
     if "num_experts" in own and own["num_experts"] not in data:
         own["num_experts"] = next((name for name in COUNTS if name in data), own["num_experts"])
@@ -197,7 +198,8 @@ def _or_default(key: str, value: Any) -> Any:
 
 
 def _latent_keys(hf: HuggingFace, said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
-    """Returns the keys of multi-head latent attention whose values differ from their fields' values."""
+    """Returns the keys of multi-head latent attention that are not simply copied from a field. Appends a line to
+    `refused` if head_dim contradicts other fields."""
     parts = ("qk_nope_head_dim", "qk_rope_head_dim")[not hf.whole_heads_of_latents :]
     if said.get("head_dim") not in (None, size := sum(said[part] for part in parts)):
         refused.append(f"head_dim={said['head_dim']}, which is not {' + '.join(parts)}={size}")
@@ -272,7 +274,7 @@ def _alternating(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -
 
 
 def config_json(config: Config, dtype: str, neutral: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the content of config.json for a resolved configuration whose tensors are written in `dtype`.
+    """Returns the content of config.json for a model with the resolved `config`, whose tensors are written in `dtype`.
 
     RoPE is written as `rope_theta` and `rope_scaling`, which every version of transformers reads.
 
@@ -356,7 +358,7 @@ def length_notes(config: Config, neutral: Mapping[str, Any]) -> list[str]:
     return []
 
 
-# Keys for which 0 means none; config.json uses null.
+# Keys that turn a feature off if they are 0; config.json uses null for this.
 _CAPS = ("attn_logits_soft_cap", "final_logits_soft_cap")
 _NONE = (*_CAPS, "chunk_attn_window_size")
 

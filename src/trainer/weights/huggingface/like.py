@@ -29,7 +29,7 @@ class Like:
 
     Attributes:
       others: the tensors to copy unchanged, by name.
-      shapes: the shapes and dtypes of these tensors, by name.
+      shapes: the shapes and dtypes of the tensors in `others`, by name.
     """
 
     def __init__(self, path: str, config: Config, shapes: Shapes):
@@ -78,8 +78,8 @@ class Like:
         return self._text.here(name)
 
     def notes(self, leaves: Mapping[str, Leaf], dtype: str | None) -> Sequence[str]:
-        """Returns a line about the copied tensors and, if `leaves`, cast to `dtype`, differ in dtype from the
-        directory's text model, a line about this difference."""
+        """Returns a line about the copied tensors. Adds a line if the weights `leaves`, cast to `dtype`, have a
+        different dtype than the directory's text model."""
         written = target_dtypes({_TABLE: leaves[_TABLE]}, dtype)[_TABLE].name
         lines = [f"like={self.path}: copied unchanged: {counted(len(self.others), 'other tensor')}"]
         if written != self._table.name:

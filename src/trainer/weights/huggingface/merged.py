@@ -44,11 +44,11 @@ def stored_name(tensor: str, merged: Sequence[Merged]) -> str:
 
 
 def wholes(shapes: Shapes, merged: Sequence[Merged]) -> dict[str, list[str]]:
-    """Returns the names of a checkpoint's tensors, each with its parts' names in order. A tensor that is not merged
-    counts as its only part.
+    """Returns a dict from the name of each tensor in a checkpoint to the names of its parts, in order. A tensor that is
+    not merged counts as its only part.
 
     Raises:
-      UserError: the declaration is wrong: parts are missing, or cannot be divided into its groups.
+      UserError: the declaration is wrong: parts are missing, or cannot be divided into the declared groups.
     """
     parts: dict[str, dict[int, str]] = {}
     hows = dict[str, Merged]()
@@ -108,7 +108,7 @@ def scheme_of_whole(tensor: str, parts: Sequence[tuple[Scheme | None, int]], con
     """Returns a merged tensor's scheme; None if the tensor is not quantized.
 
     Args:
-      tensor: its name, for messages.
+      tensor: the merged tensor's name, for messages.
       parts: the scheme and the number of outputs of each part.
       concatenated: whether each part is contiguous in the merged tensor.
 

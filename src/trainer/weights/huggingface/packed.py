@@ -29,8 +29,8 @@ from trainer.weights.huggingface.quantization_config import Recipe, Scheme
 from trainer.weights.huggingface.safetensors_file import DTYPES, FLOAT8, StoredTensor
 
 _LARGEST = 20  # the maximum number of lines in a message
-# The last components of the names of a module's tensors: codes and scales by layout, then those of other tensors. If
-# several names are listed for one tensor, the first that exists is used.
+# The last components of the names of a module's tensors: of codes and of scales, each by layout; then of zero points,
+# of groups and of the shape. If several names are listed for one tensor, the first that exists is used.
 _CODES = {
     **{"packed": ("weight_packed",), "plain": ("weight",), "inverse": ("weight",)},
     **{"gptq": ("qweight",), "awq": ("qweight",)},
@@ -112,7 +112,7 @@ class _Parts(NamedTuple):
         """Returns the full name and the tensor of the first name in `names` that exists.
 
         Raises:
-          UserError: no tensor exists, or its dtype is not in `kinds`.
+          UserError: none of the names exists, or the tensor's dtype is not in `kinds`.
         """
         last = next((name for name in names if name in self.tensors), None)
         if last is None:

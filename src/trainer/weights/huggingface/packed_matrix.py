@@ -89,7 +89,7 @@ class PackedMatrix(NamedTuple):
         return self.codes.read(box), scales, zeros
 
     def scales_and_zeros(self, box: Box) -> tuple[np.ndarray, np.ndarray | None]:
-        """Returns the scales and zero points of `parts`, without reading codes."""
+        """Returns the scales and the zero points that `parts` returns, without reading codes."""
         if not self.in_order:
             raise UserError(f"{self.name}: its groups are in the order of activations (desc_act), not of inputs")
         tiles = self._tiles(box)
@@ -155,7 +155,8 @@ class PackedMatrix(NamedTuple):
         found = self.zeros.read(tiles)
         if not self.scheme.symmetric or not found.astype(np.float32).any():
             return found
-        # GPTQ has two formats, whose zero points differ by 1: in the wrong format, all are read as 1, or all as -1.
+        # GPTQ has two formats, whose zero points differ by 1. If zero points of 0 are read in the wrong format, all are
+        # 1, or all are -1.
         other = {1: "gptq_v2", -1: "gptq"}.get(int(found[0, 0])) if self.scheme.layout == "gptq" else None
         if other and (found == found[0, 0]).all():
             raise UserError(
@@ -173,8 +174,8 @@ def _places(cut: slice, size: int) -> np.ndarray:
 
 
 def _spread(tiles: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """Returns the value of its block for each weight, as float32. An axis with only one block keeps the size 1,
-    which broadcasts."""
+    """Returns, for each weight, the value of the block that contains the weight, as float32. An axis with only one
+    block keeps the size 1, which broadcasts."""
     values = tiles.astype(np.float32)
     for axis, places in enumerate((rows, columns)):
         values = values if values.shape[axis] == 1 else values.take(places, axis)

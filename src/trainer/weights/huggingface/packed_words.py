@@ -44,10 +44,10 @@ class Words(NamedTuple):
 
     Attributes:
       tensor: int32, two axes.
-      shape: the result's shape; see `Readable.shape`. The end of the last word may be unused.
+      shape: the shape of the unpacked matrix; see `Readable.shape`. The end of the last word may be unused.
       bits: 4 or 8.
       axis: the axis of `tensor` along which words are unpacked.
-      turned: whether `tensor` is stored as the transpose of the result.
+      turned: whether `tensor` is stored as the transpose of the unpacked matrix.
       order: the position in a word of each integer; empty: in order.
       less_one: see `Scheme.less_one`.
     """

@@ -87,8 +87,8 @@ class Recipe(NamedTuple):
     """How a folder stores its matrices.
 
     Attributes:
-      schemes: the scheme of each target. A target is a module's name, "re:" and a regular expression that matches the
-        beginning of names, or "Linear", which matches all modules.
+      schemes: the scheme of each target. A target is one of the following: a module's name; "re:" followed by a regular
+        expression for the beginning of modules' names; or "Linear", which matches all modules.
       ignore: the targets whose matrices are not quantized.
       activations: whether other programs also quantize activations for this folder.
       mxfp4: whether matrices of experts are stored as MXFP4; they are always read as floats.
@@ -100,9 +100,9 @@ class Recipe(NamedTuple):
     mxfp4: bool = False
 
     def schemes_of(self, modules: Sequence[str]) -> list[Scheme | None]:
-        """Returns the scheme of each module; None if no target matches it or it is ignored. As in compressed-tensors,
-        names take precedence over regular expressions, regular expressions over "Linear", and among regular expressions
-        the alphabetically first."""
+        """Returns the scheme of each module; None if no target matches the module, or if the module is ignored. As in
+        compressed-tensors, names take precedence over regular expressions, regular expressions over "Linear", and the
+        alphabetically first regular expression over the others."""
         found = [self.schemes.get(_LINEAR)] * len(modules)
         for target in sorted(filter(_is_regex, self.schemes), reverse=True):
             for i in _matching(target, modules):
@@ -155,8 +155,8 @@ def _mxfp4(said: Mapping[str, Any], problems: list[str]) -> Recipe | None:
 
 
 def _gptq(said: Mapping[str, Any], problems: list[str]) -> Recipe | None:
-    """Reads GPTQ as AutoGPTQ and GPTQModel write it. For zero points stored minus 1, AutoGPTQ subtracts
-    1 from each zero point, GPTQModel from a complete word (`Scheme.less_one`)."""
+    """Reads GPTQ as AutoGPTQ and GPTQModel write it. In the format that stores zero points minus 1, AutoGPTQ subtracts
+    1 from each zero point; GPTQModel subtracts 1 from all zero points of a word at once (`Scheme.less_one`)."""
     form = said.get("checkpoint_format") or said.get("format") or "gptq"
     if form not in ("gptq", "gptq_v2") or said.get("is_marlin_format"):
         problems.append(f"checkpoint_format={shown(form)} of gptq (known: gptq, gptq_v2); {ADVICE}")
@@ -244,7 +244,7 @@ def _scheme(group: Mapping[str, Any], form: str, problems: list[str], where: str
     elif strategy not in ("tensor", "channel"):
         problems.append(f"{where}: strategy={shortened(strategy)} with group_size={size}")
     packed = form == _FORMATS[0]
-    # With any other strategy, zero points are not packed and may be absent.
+    # With strategies other than group and channel, zero points are not packed and may be absent.
     symmetric = weights.get("symmetric", True)
     zeros = not symmetric and strategy in ("group", "channel")
     name = "fp8" if kind == "float" else f"int{bits}" if packed else "int8"

@@ -30,8 +30,8 @@ _AS_FLOATS = "give dtype=float32 or dtype=bfloat16, which writes floats"
 
 def stored_keys(config: Config, matrices: Mapping[str, Sequence[Any]], others: Sequence[Any]) -> dict[str, Any]:
     """Returns the keys with which a model stores its weights quantized as the folder does. Returns {} if no weight is
-    quantized, or if no such keys exist, for example because matrices are quantized in different ways: the model must
-    then read the weights as floats.
+    quantized, or if no such keys exist, for example because matrices are quantized in different ways. In the second
+    case, the model must read the weights as floats.
 
     Args:
       config: the resolved configuration of the float model.
@@ -80,7 +80,7 @@ def _block(matrix: PackedMatrix) -> tuple[int, int] | None:
 def stored_leaves(
     name: str, kernel: Any, layout: Layout, layers: Sequence[Sequence[PackedMatrix]], stacked: bool, head: int
 ) -> dict[str, Leaf]:
-    """Returns the leaves of a kernel's parts. Values are read layer by layer.
+    """Returns the leaves of a quantized kernel's parts, by name. Values are read layer by layer.
 
     Args:
       name: the kernel's canonical name.
@@ -153,7 +153,7 @@ def _part(
 
 
 def scheme_out(name: str, kernel: Any, layout: Layout, stacked: bool) -> Scheme:
-    """Returns the scheme for writing a stored kernel.
+    """Returns the scheme in which a quantized kernel is written.
 
     Raises:
       UserError: compressed-tensors has no layout for this kernel.
@@ -195,7 +195,7 @@ def codes_and_scales(
 
 def stored_matrices(config: Config) -> list[str]:
     """Returns the canonical names of the matrices that can be stored quantized (`matrix_names`); [] if a block is a
-    user's Linen module."""
+    custom Linen module."""
     try:
         return matrix_names(config)
     except UserError:

@@ -100,7 +100,7 @@ class HuggingFaceSource:
         self._dropped = (
             f"{hf.mtp.field}={config[hf.mtp.field]}" if config.get(hf.mtp.field) and not self.modules else ""
         )
-        self._float_keys = {**keys, MODULES: self.modules}  # transformers keeps the field when it drops modules
+        self._float_keys = {**keys, MODULES: self.modules}  # config.json keeps the number when modules are dropped
 
     @functools.cached_property
     def keys(self) -> Mapping[str, Any]:
@@ -308,14 +308,14 @@ def layouts_of(
 
 
 def head_to_reorder(config: Config, layout: Layout, shape: tuple[int, ...]) -> int:
-    """Returns the number of entries of a head if the tensor has them in another order than our parameter; 0 if the
-    order is the same. `shape`: the parameter's shape."""
+    """Returns the size of a head if the tensor stores a head's entries in a different order than our parameter; 0 if
+    the order is the same. `shape`: the parameter's shape."""
     return layout.head(config, shape) if config.rope_interleave else 0
 
 
 def tensors_of(layout: Layout, where: Place | None, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
-    """Returns the names and shapes of the Hugging Face tensors of a canonical parameter. `where`: its position in the
-    stacks; None outside of the stacks. `shape`: its shape."""
+    """Returns the names and shapes of the Hugging Face tensors of a canonical parameter. `where`: the parameter's
+    position in the stacks; None outside of the stacks. `shape`: the parameter's shape."""
     names = [layout.name] if where is None else [layout.name.format(i) for i in where.layers]
     one = shape if where is None else shape[1:]
     if not layout.of_experts:

@@ -29,13 +29,13 @@ _WORDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def rope_keys(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -> dict[str, Any]:
-    """Returns the RoPE keys. transformers 5 writes one RoPE object for each kind of layer if the kinds rotate
-    differently."""
+    """Returns our RoPE keys for the config.json `said`. Appends to `refused` a line for each value that cannot be
+    represented. transformers 5 writes one RoPE object for each kind of layer if the kinds rotate differently."""
     each = said.get("rope_parameters") or {}
     if not {_FULL, _SLIDING}.intersection(each):
         keys = _rope_of(said, hf, refused)
         local = said.get(hf.local_rope) if hf.local_rope else None
-        if hf.local_rope and each and not said.get("rope_scaling"):  # transformers 5.24 would ignore these
+        if hf.local_rope and each and not said.get("rope_scaling"):  # transformers 5.24 ignores such rope_parameters
             refused.append(f"rope_parameters without {_FULL} and {_SLIDING}")
     else:
         outside = {name: value for name, value in said.items() if name not in ("rope_parameters", "rope_theta")}
@@ -50,7 +50,7 @@ def rope_keys(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -> d
             local = None
     if local is None or not keys:
         return keys
-    if not keys.get("rope_truncate", True):  # transformers 5.24 ignores truncate in such an object
+    if not keys.get("rope_truncate", True):  # transformers 5.24 ignores truncate in rope_parameters of kinds of layers
         refused.append("truncate=false in RoPE type yarn")
     if local != int(local):
         refused.append(
@@ -144,8 +144,8 @@ def _longrope(said: Mapping[str, Any], rope: Mapping[str, Any], original: int, r
 
 
 def _scales_attention(rope: Mapping[str, Any], refused: list[str]) -> bool:
-    """Returns whether YaRN scales queries and keys by the paper's factor (Peng et al. 2023, arXiv:2309.00071) or by
-    1."""
+    """Returns True if YaRN scales queries and keys by the paper's factor (Peng et al. 2023, arXiv:2309.00071), and
+    False if it does not scale them. Appends a line to `refused` if they have any other factor."""
     usual = _yarn_scale(rope["factor"])
     factor = rope.get("attention_factor")
     if factor is None and rope.get("mscale") and rope.get("mscale_all_dim"):

@@ -54,7 +54,7 @@ class StoredTensor(NamedTuple):
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of its values, which must be readable."""
+        """The dtype of the tensor's values; `read` must support it."""
         return _READ[self.kind]
 
     def read(self, box: Box) -> np.ndarray:
@@ -77,7 +77,7 @@ class StoredTensor(NamedTuple):
 
     @property
     def shown_dtype(self) -> np.dtype | None:
-        """The dtype of its values for `all_values`; None if it cannot be displayed."""
+        """The dtype of the values that `all_values` returns; None if they cannot be displayed."""
         return _SHOWN.get(self.kind)
 
     def all_values(self) -> np.ndarray:
@@ -129,7 +129,8 @@ class TensorPart(NamedTuple):
 
 
 def file_metadata(path: Path) -> dict[str, str]:
-    """Returns the metadata in a file's header: texts by name. Raises the same errors as `stored_tensors`."""
+    """Returns the metadata in a file's header: a dict from names to texts. Raises the same errors as
+    `stored_tensors`."""
     from safetensors import safe_open
 
     with safe_open(path, framework="np") as file:
@@ -137,7 +138,7 @@ def file_metadata(path: Path) -> dict[str, str]:
 
 
 def header(tensors: Tensors, metadata: Mapping[str, str]) -> bytes:
-    """Returns the beginning of a file, which the bytes of `tensors`, in the same order, must follow."""
+    """Returns the first bytes of a file. The bytes of `tensors` must follow, in the same order."""
     parts: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for name, (shape, dtype) in tensors.items():

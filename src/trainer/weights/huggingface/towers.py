@@ -21,8 +21,8 @@ from trainer.weights.huggingface.safetensors_file import StoredTensor
 
 _TEXT, _TIED = "text_config", "tie_word_embeddings"
 # Maps each prefix of tensor names in a text model that is saved alone to two possible prefixes in a multimodal
-# directory. Published models have the first, and transformers 4 and 5 save it. The second is the module's name in
-# transformers 5, which reads both.
+# directory. Published models have the first prefix, and transformers 4 and 5 save it. The second prefix is the module's
+# name in transformers 5, which reads both prefixes.
 _BODY, _HEAD = "model.", "lm_head."
 _PREFIXES = {
     _BODY: ("language_model.model.", "model.language_model."),
@@ -39,7 +39,8 @@ class TextModel(NamedTuple):
       config: the config.json that the text model would have if it were saved alone.
       tensors: the text model's tensors, by their names in the directory.
       others: all other tensors, by name.
-      prefixes: maps the prefixes of a text model that is saved alone to the prefixes of `tensors`.
+      prefixes: maps each prefix of tensor names in a text model that is saved alone to the prefix in its place in the
+        names of `tensors`.
     """
 
     outer: Outer
@@ -49,7 +50,7 @@ class TextModel(NamedTuple):
     prefixes: Mapping[str, str]
 
     def alone(self, name: str) -> str:
-        """Returns the name that one of `tensors` has if the model is saved alone."""
+        """Returns the name that the tensor `name`, one of `tensors`, has if the text model is saved alone."""
         own, here = next(pair for pair in self.prefixes.items() if name.startswith(pair[1]))
         return own + name.removeprefix(here)
 
@@ -83,7 +84,8 @@ def text_model(
       decoder_block: see `huggingface.config_json.model_keys`.
 
     Raises:
-      UserError: there is no text model, the declaration does not list its model type, or a field or tensor is unknown.
+      UserError: there is no text model, the declaration does not list the text model's type, or a field or tensor is
+        unknown.
     """
     known = [hf for _, hf in declarations(decoder_block)]
     outer = next((it for hf in known for it in hf.outers if it.model_type == data.get("model_type")), None)
@@ -117,7 +119,8 @@ def _prefixes(tensors: Mapping[str, StoredTensor], where: Path, module: str) -> 
     """Returns `TextModel.prefixes`. `module`: see `Modules.above`.
 
     Raises:
-      UserError: there is no text model, or there are several: tensor names begin with several of its possible prefixes.
+      UserError: there is no text model, or there are several: tensor names begin with more than one of the possible
+        prefixes.
     """
     found = dict[str, str]()
     of_module = {} if module.startswith(_BODY) else {module: (module, f"{_BODY}{module}")}
@@ -134,16 +137,16 @@ def _prefixes(tensors: Mapping[str, StoredTensor], where: Path, module: str) -> 
 def _fields(outer: Outer, hf: HuggingFace, data: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the config.json that the text model would have if it were saved alone: `text_config` with defaults.
 
-    The fields in `NEUTRAL` (except the maximum text length) and, as in transformers, the quantization fields take their
-    values from outside of `text_config` if they are there."""
+    The fields in `NEUTRAL` (except the maximum text length) and, as in transformers, the quantization fields are taken
+    from the top level of config.json if they are present there."""
     whole = {name: data[name] for name in NEUTRAL if data.get(name) is not None and name != LONGEST}
     quantized = {name: data[name] for name in QUANTIZED if data.get(name)}
     return {**hf.nested, **data[_TEXT], **outer.tokens, **whole, **quantized}
 
 
 def _is_tied(outer: Outer, hf: HuggingFace, data: Mapping[str, Any], has_head: bool) -> bool:
-    """Returns whether the head is the embedding table. transformers 4 reads this from `text_config`, transformers 5
-    from outside of it. If the two contradict each other, transformers 5 ties the head, unless the head has a
-    separate tensor."""
+    """Returns whether the head is tied to the embedding table. transformers 4 reads this from `text_config`,
+    transformers 5 from the top level of config.json. If the two values differ, transformers 5 ties the head, unless the
+    head has a separate tensor."""
     above, below = bool(data.get(_TIED, outer.tied)), bool(data[_TEXT].get(_TIED, hf.nested.get(_TIED, False)))
     return above if above == below else not has_head

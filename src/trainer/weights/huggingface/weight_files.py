@@ -20,8 +20,8 @@ _STRIP = 1 << 25  # bytes to compare at once
 def weight_files(path: Path) -> list[Path]:
     """Returns the safetensors files with the model's weights; [] if there are none.
 
-    As in transformers, the files are model.safetensors or, if it does not exist, the files in the index or, without an
-    index, the only safetensors file. An index that lists model.safetensors takes precedence.
+    As in transformers, the files are the first of the following that exists: the files in an index that lists
+    model.safetensors; model.safetensors; the files in any other index; the only safetensors file.
 
     Raises:
       UserError: there are several files and no index, or the index lists names that are not files of the directory.

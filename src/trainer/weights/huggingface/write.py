@@ -110,7 +110,8 @@ class _Target(NamedTuple):
     merged: Merged | None
 
     def files(self, tensor: str) -> Tensors:
-        """Returns the stored tensors that represent this tensor, given its name `tensor`."""
+        """Returns a dict from the name of each tensor in the files that represents this target to its shape and dtype.
+        `tensor`: the target's name."""
         if self.scheme is None:
             return {tensor: (self.shape, self.dtype)}
         out, into = self.shape
@@ -153,7 +154,8 @@ def _plan(
 
 
 def _by_parameters(plan: Mapping[str, _Target]) -> dict[tuple[str, ...], list[str]]:
-    """Returns the names of the tensors, grouped by the parameters that they contain."""
+    """Returns a dict from the canonical names of the parameters in a tensor to the names of all tensors with these
+    parameters."""
     found = dict[tuple[str, ...], list[str]]()
     for tensor, it in plan.items():
         found.setdefault(it.names, []).append(tensor)
@@ -169,7 +171,8 @@ def _stream(
     part: int,
     tick: Tick,
 ) -> Iterator[tuple[np.ndarray, ...]]:
-    """Yields the parts of tensors that the parameter `name` forms, layer by layer: (value,) or (codes, scales)."""
+    """Yields the part of each tensor that the parameter `name` forms, layer by layer: (value,) or, if the parameter is
+    quantized, (codes, scales)."""
     layout, stacked = target.layouts[part], target.where is not None
     if name in kernels:
         own = {it.rpartition("/")[2]: leaves[it] for it in names_of(nested({name: kernels[name]}))}

@@ -19,7 +19,7 @@ _LLAMA31 = {
     "rope_high_freq_factor": 4,
     "original_max_position_embeddings": 8192,
 }
-# Keys that are integers in MaxText: for every RoPE type, and for YaRN.
+# Keys that are integers in MaxText. `_WHOLE_YARN` applies only to RoPE type yarn.
 _WHOLE = ("rope_min_timescale", "rope_max_timescale")
 _WHOLE_YARN = ("rope_factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
 
@@ -27,7 +27,7 @@ _WHOLE_YARN = ("rope_factor", "original_max_position_embeddings", "beta_fast", "
 def maxtext_keys(config: Config) -> dict[str, Any]:
     """Returns MaxText's keys for the model of the resolved configuration `config`.
 
-    They leave `model_name` at its default, unless MaxText's block depends on it.
+    The keys leave MaxText's `model_name` at its default, unless MaxText's block depends on it.
 
     Raises:
       UserError: lists every key whose value MaxText's block does not support.

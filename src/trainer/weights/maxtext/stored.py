@@ -28,9 +28,10 @@ class Stored(NamedTuple):
     """How a tensor contains a parameter.
 
     Attributes:
-      layer: the shape of one layer of our parameter; outside of the stacks, its shape without the first axis.
+      layer: the shape of one layer of our parameter; outside of the stacks, the parameter's shape without its first
+        axis.
       axis: the position of the axis of layers.
-      layers: the length of this axis; 0 if the tensor has one layer, and no such axis.
+      layers: the length of the axis of layers; 0 if the tensor contains one layer and has no such axis.
       places, place: see `models.family.Named`.
       window: the parameter's part of a joined tensor; None if the tensor is not joined.
     """

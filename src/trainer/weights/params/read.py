@@ -2,8 +2,9 @@
 
 They are read from a run's checkpoint (see `trainer.checkpoint.manager`), or from a folder that `trainer.export` wrote.
 Such a folder contains
-  checkpoint/   an Orbax v1 checkpoint of {"params": canonical nested dict} and, for a model with state without
-                gradient (biases of routers), "rest" of the same form; other items of a checkpoint are not read
+  checkpoint/   an Orbax v1 checkpoint of {"params": canonical nested dict} and, for a model with state that is not
+                trained by gradients (biases of routers), "rest" of the same form; other items of a checkpoint are not
+                read
   config.yml    the model's keys, see `model_keys.model_yaml`
   huggingface.json, generation_config.json    optional, see `trainer.leaves.about`
 """
@@ -66,7 +67,7 @@ class ParamsSource:
         self.length = length
         self.averaged = any(path.startswith(_AVERAGES) for path in self._headers)
         roots = (_AVERAGES, ROOT, REST, _ISLANDS) if average else (ROOT, REST, _ISLANDS)
-        # The path of each weight in the tree. Averages take precedence; frozen parameters have none.
+        # The path of each weight in the tree. Averages take precedence; frozen parameters have no averages.
         self._paths = {
             path.removeprefix(root): path for root in reversed(roots) for path in self._headers if path.startswith(root)
         }

@@ -27,7 +27,8 @@ def write_params(folder: Path, config: Config, leaves: Mapping[str, Leaf], dtype
     targets = target_dtypes(leaves, dtype)
     with orbax.writer(folder / TREE) as write, progress(leaves.values(), "writing") as tick:
         for name, leaf in leaves.items():
-            # The value has no name, because a name would keep this leaf in memory while the next one is read.
+            # The value is not assigned to a variable, because a variable would keep it in memory while the next leaf is
+            # read.
             write({f"{REST if leaf.buffer else ROOT}{name}": leaf.read(targets[name], tick)})
     (folder / CONFIG).write_text(model_yaml(config), encoding="utf-8")
 

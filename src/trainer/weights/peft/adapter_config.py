@@ -56,8 +56,8 @@ _REFUSED = {
 # subtracts the initial adapter from the base.
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 # The rank_pattern that peft writes for experts in transformers 5 if adapters were requested by module names of
-# transformers 4: transformers 5 merges gate_proj and up_proj, so they have one adapter of twice the rank and the same
-# scale.
+# transformers 4: transformers 5 merges gate_proj and up_proj, so these two share one adapter, which has twice the rank
+# and the same scale.
 _FUSED = r".*\.gate_up_proj"
 
 
@@ -65,7 +65,8 @@ class PeftConfig:
     """An adapter_config.json.
 
     Attributes:
-      rank: the rank of every adapter here; adapters that have rank `least` in the file are padded with zeros.
+      rank: the rank of every adapter once it is read; adapters that have rank `least` in the file are padded with
+        zeros.
       least: r in the file: the rank of adapters to which no rank_pattern applies.
       alpha: `rank` times the scale of the product.
       base: base_model_name_or_path, or "".
@@ -73,7 +74,8 @@ class PeftConfig:
       targets: the names in target_modules; () if it is a pattern or does not list exactly the adapted
         modules.
       biases: whether biases were trained.
-      multiples: rank_pattern, whose ranks are multiples of `rank` and which only merged modules may have; {}: none.
+      multiples: rank_pattern, whose ranks are multiples of `rank` and which only merged modules may have; {} if there
+        is none.
       notes: lines about settings that are changed or ignored.
     """
 
@@ -123,8 +125,8 @@ def _is_fused(data: Mapping[str, Any], rank: int) -> bool:
 
 def _same_scale(data: Mapping[str, Any], rank: int) -> bool:
     """Returns whether all ranks in rank_pattern are multiples of `rank`, and alpha_pattern gives them the scale of the
-    other adapters. This trainer writes merged modules in this way. If other modules have such a rank, the check of
-    tensor shapes fails later."""
+    other adapters. This trainer writes merged modules in this way. If a module that is not merged has such a rank, the
+    check of tensor shapes fails later."""
     ranks, alphas = data.get("rank_pattern") or {}, data.get("alpha_pattern") or {}
     whole = all(isinstance(it, int) and it > 0 and it % rank == 0 for it in ranks.values())
     alpha = data.get("lora_alpha", 8)

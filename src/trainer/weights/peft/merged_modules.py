@@ -6,7 +6,8 @@ adapter of a module that merges k parameters has one of two forms:
 - if all a_i are equal, a is that matrix, and b stacks b_1, b_2, ... along outputs. peft trains this form, with rank r;
 - otherwise, a [k r, in] stacks a_1, a_2, ..., and b [out, k r] has b_i in the columns that belong to a_i and zeros
   elsewhere.
-  The product is the same. Rank and alpha are k times the rank and alpha of other adapters (`rank_pattern`).
+  The product is the same as with separate adapters. Rank and alpha are k times the rank and alpha of other adapters
+  (`rank_pattern`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -89,8 +90,8 @@ def unmerged(config: Config, tables: Tables, found: Mapping[str, Named], rank: i
 
 
 def _divide(module: MergedModule, name: str, parts: Sequence[str], result: dict[str, Named], rank: int) -> None:
-    """Replaces the tensors of one merged module in `result` by those of its parts, if they have the size of the whole
-    module.
+    """Replaces the tensors of a merged module in `result` by separate tensors for each part of the module. Tensors with
+    unexpected shapes are kept.
 
     Raises:
       UserError: a part has separate tensors.
@@ -136,9 +137,9 @@ def _columns(name: str, rows: TensorPart, columns: np.ndarray) -> Callable[[], n
 def with_whole_modules(
     config: Config, tables: Tables, leaves: Mapping[str, Leaf]
 ) -> tuple[dict[str, Leaf], dict[str, int]]:
-    """Returns (`leaves` with parts replaced by merged modules, ratios). The ratios are those of the ranks of merged
-    modules' adapters to the rank of other adapters, if they differ, by the ends of the modules' names. Changes `tables`
-    accordingly.
+    """Returns a pair: `leaves`, in which merged modules replace their parts, and a dict from the end of a merged
+    module's name to the rank of its adapter divided by the rank of other adapters. The dict is {} if all ranks are
+    equal. Changes `tables` to match the new leaves.
 
     Raises:
       UserError: some parameters of a module are trained, and others are not.
@@ -173,7 +174,7 @@ def with_whole_modules(
 
 
 def _theirs(config: Config, tables: Tables, name: str, leaf: Leaf) -> list[np.ndarray]:
-    """Returns the tensors of a parameter in PEFT's form, by layer."""
+    """Returns the tensors of a parameter in PEFT's form, one per layer."""
     layout, place = tables.layouts[name], tables.place(name)
     head = head_to_reorder(config, layout, leaf.shape)
     layers = leaf.layers(lambda size: None) if place else [leaf.read(leaf.dtype, lambda size: None)]
@@ -181,7 +182,7 @@ def _theirs(config: Config, tables: Tables, name: str, leaf: Leaf) -> list[np.nd
 
 
 def _leaf(layers: Sequence[np.ndarray], tables: Tables, name: str) -> Leaf:
-    """Returns a leaf that consists of the unchanged tensors of a parameter `name`, one per layer."""
+    """Returns a leaf of the parameter `name` that consists of the tensors `layers`, one per layer."""
     stacked = (len(layers),) if tables.place(name) else ()
     return Leaf((*stacked, *layers[0].shape), layers[0].dtype, [lambda it=it: it for it in layers])  # type: ignore[misc]
 
@@ -199,7 +200,8 @@ def _adapter(
     leaves: dict[str, Leaf],
     shared: bool,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Returns a and b of a merged module, by layer. Removes the parts' adapters from `leaves`."""
+    """Returns a pair of lists, with a and b of a merged module in each layer. Removes the parts' adapters from
+    `leaves`."""
     found: list[Any] = [
         tuple(_theirs(config, tables, name, leaves.pop(name)) for name in pair) if pair[0] in leaves else None
         for pair in pairs

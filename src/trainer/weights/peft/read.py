@@ -211,8 +211,9 @@ class PeftSource:
 
 
 class _Found(NamedTuple):
-    """The tensors of a folder, and the parameters of one model that own them, both by the tensors' names without
-    prefixes (`below`). An owner is None if the model has no such parameter."""
+    """The tensors of a folder, and for each tensor its owner: the canonical name of the parameter to which it belongs
+    in a model; None if the model has no such parameter. The keys of both dicts are the tensors' names without prefixes
+    (`below`)."""
 
     tables: Tables
     tensors: dict[str, Named]
@@ -222,7 +223,8 @@ class _Found(NamedTuple):
 def _lacking(
     tables: Tables, wanted: Mapping[str, Sequence[tuple[str, tuple[int, ...]]]], found: Collection[str]
 ) -> set[str]:
-    """Returns the names of both halves of each pair of adapter tensors of which neither half is in `found`."""
+    """Returns the names of the adapter tensors that are missing in pairs: those for which `found` contains neither a
+    nor b of the same adapter."""
     absent = set[str]()
     for pair in tables.adapters.values():
         for half, other in zip(*(wanted.get(name, ()) for name in pair), strict=True):

@@ -112,8 +112,8 @@ class Tables:
         return [(below(tensor), its) for tensor, its in found]
 
     def owner(self, key: str) -> str | None:
-        """Returns the canonical parameter that owns the tensor `key` (a name without prefixes, see `below`); None if no
-        parameter does."""
+        """Returns the name of the canonical parameter to which the tensor `key` belongs (a name without prefixes, see
+        `below`); None if it belongs to no parameter."""
         return self._owners.get(key) or self._owners.get(_EXPERT_NUMBER.sub(f".{EXPERT}.", key))
 
     @functools.cached_property
@@ -133,7 +133,8 @@ class Tables:
 
     def in_memory(self, tensor: str) -> str:
         """Returns the name that a base tensor has in memory with transformers 5, given its name in the base's files.
-        Both include "model.". The names of adapter tensors are unchanged, because transformers converts them itself."""
+        Both names include "model.". The names of adapter tensors are unchanged, because transformers converts them
+        itself."""
         words = tensor.split(".")
         names = {theirs: own for own, theirs in self._words.items()}
         if ".lora_" in tensor or len(words) < 4 or words[3] not in names:
@@ -159,7 +160,7 @@ class Tables:
         part = name.rpartition("/")[2]
         sizes = (width, embed) if part == "wo" else (embed, 2 * width)
         rows = {"wi_0": slice(0, width), "wi_1": slice(width, None)}.get(part, slice(None))
-        for module in (container, f"{container}.base_layer"):  # of two adapters, peft nests one in the other
+        for module in (container, f"{container}.base_layer"):  # with two adapters, peft nests one in the other
             a, b = found.get(module + A), found.get(module + B)
             if a is None or b is None or (a.tensor.shape[1], b.tensor.shape[0]) != sizes:
                 continue
@@ -206,5 +207,5 @@ def filled_up(key: str, it: Named, least: int, rank: int) -> Named:
 
 
 def zeros(shape: tuple[int, ...], dtype: np.dtype) -> Made:
-    """Returns zeros in the form of `Values`."""
+    """Returns zeros, with the interface `huggingface.read.Values`."""
     return Made(shape, dtype, lambda: np.zeros(shape, dtype))

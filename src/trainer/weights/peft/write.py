@@ -85,7 +85,8 @@ def write_peft(
 
 
 def _members(config: Config, tables: Tables) -> dict[str, set[str]]:
-    """Returns the model's parameters by the names of their modules, which have {} in place of the layer number."""
+    """Returns a dict from the name of each module, with {} in place of the layer number, to the canonical names of its
+    parameters."""
     members = dict[str, set[str]]()
     for path in names_of(joined(*make_model(config).abstract)):
         for name in itertools.accumulate(path.split("/"), "{}/{}".format):  # a quantized kernel has parts
@@ -126,8 +127,9 @@ def _wrapped(tensor: str, targets: Collection[str]) -> str:
 
 
 def _with_whole_experts(tables: Tables, leaves: Mapping[str, Leaf]) -> Mapping[str, Leaf]:
-    """Returns `leaves` with zero adapters added to experts of which gate or up has an adapter, but not all of gate, up
-    and down: with transformers 5, peft 0.21 reads these adapters only if all three matrices have one."""
+    """Returns `leaves` with adapters whose values are 0 added to experts of which gate or up has an adapter, but not
+    all of gate, up and down. With transformers 5, peft 0.21 reads adapters of these experts only if all three matrices
+    have one."""
     more = dict[str, Leaf]()
     for name, layout in tables.base.items():
         layer, _, last = name.rpartition("/")
@@ -142,8 +144,9 @@ def _with_whole_experts(tables: Tables, leaves: Mapping[str, Leaf]) -> Mapping[s
 
 
 def _layers_with(tables: Tables, leaves: Mapping[str, Leaf]) -> dict[str, list[bool]]:
-    """Returns whether each half of an adapter is written in each layer; {} if all adapters are zero, so that
-    all are written. In each layer, the adapters of either all or none of the experts' matrices are written."""
+    """Returns a dict from the name of each half (a or b) of an adapter to a list with, for each layer, whether the half
+    is written. Returns {} if all adapters are zero, in which case all halves are written. In each layer, the adapters
+    of either all or none of the experts' matrices are written."""
     kept, groups = dict[str, list[bool]](), dict[str, list[str]]()
     for name, pair in tables.adapters.items():
         if pair[0] in leaves:
@@ -165,7 +168,7 @@ def _layers(tables: Tables, name: str, leaf: Leaf, tick: Tick) -> Iterator[np.nd
 def _tensors(
     tables: Tables, name: str, leaf: Leaf, kept: Mapping[str, Sequence[bool]]
 ) -> list[tuple[str, tuple[int, ...]]]:
-    """Returns names and shapes of the tensors to write for a parameter."""
+    """Returns the names and the shapes of the tensors to write for a parameter."""
     tensors = tensors_of(tables.layouts[name], tables.place(name), leaf.shape)
     count = len(tensors) // len(kept[name]) if name in kept else 1
     return [it for i, it in enumerate(tensors) if name not in kept or kept[name][i // count]]
@@ -174,7 +177,7 @@ def _tensors(
 def _values(
     tables: Tables, name: str, leaf: Leaf, kept: Mapping[str, Sequence[bool]], tick: Tick
 ) -> Iterator[np.ndarray]:
-    """Yields the values of `_tensors`."""
+    """Yields the values of the tensors that `_tensors` returns, in the same order."""
     for i, layer in enumerate(_layers(tables, name, leaf, tick)):
         if name not in kept or kept[name][i]:
             yield from layer if tables.layouts[name].of_experts else [layer]
@@ -187,8 +190,8 @@ def _ends_of(
 
     peft compares a target with complete components at the end of a module's name, but a module to save with any suffix.
     If experts have gate_proj, peft 0.21 applies every target of this name to experts, so the matrices of other modules
-    with this name are listed in target_parameters. So are the matrices of routers, which are not plain linear modules
-    in transformers 5, except routers with the name gate, which peft knows.
+    with this name are listed in target_parameters. The matrices of routers are listed there, too, because routers are
+    not plain linear modules in transformers 5. Routers with the name gate are an exception, because peft knows them.
     """
     every, experts, routers = set[str](), set[str](), set[str]()
     for name in itertools.chain(*members.values()):
