@@ -1,4 +1,4 @@
-"""A custom objective, and a program that trains with it: focal loss (Lin et al. 2017, arXiv:1708.02002).
+"""Focal loss (Lin et al. 2017, arXiv:1708.02002) as a custom objective, and a program that trains with it.
 
 An example for docs/guides/extending.md. The program takes the arguments of trainer.train or, after the word
 `parity`, those of trainer.parity:

@@ -127,7 +127,10 @@ def microbatch_rows(program: Program) -> int:
 
 
 def axes_of(program: Program) -> dict[str, Sequence[str | None]]:
-    """Returns the logical axes of the parameters, by common name. Pipeline stages are replaced by layers."""
+    """Returns a dict from common names of parameters to their logical axes.
+
+    In a pipeline, the single axis `layers` replaces the leading axes that stack the layers.
+    """
 
     def by_layer(axes: Sequence[str | None]) -> Sequence[str | None]:
         return (LAYERS, *axes[leading(axes) :]) if leading(axes) else axes

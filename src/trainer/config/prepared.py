@@ -17,7 +17,7 @@ from trainer.config.schema import schema
 # Names in the folder: the file of its keys, the file that describes its contents (written last), and the subfolder with
 # the tokenizer's files.
 CONFIG, MANIFEST, TOKENIZER = "config.yml", "prepared.json", "tokenizer"
-# Keys that determine the rows and that training needs. prepared_path sets them to the folder's values.
+# The keys that both determine the rows and are needed in training. With prepared_path, they have the folder's values.
 _KEYS = (
     *(key for keys in OWN_KEYS.values() for key in keys),
     *("dataset_type", "train_split", "train_data_columns", "eval_data_columns", "tokenize_train_data"),

@@ -169,9 +169,9 @@ class GatedDeltaNet(nnx.Module):
     def _last_inputs(
         self, name: str, x_bthd: jax.Array, before: DeltaCache | None, document_bt: jax.Array, at_br: Any
     ) -> jax.Array:
-        """Returns the last w - 1 inputs of a convolution up to each token: [b, r, w - 1, heads, d].
+        """Returns the last w - 1 inputs of a convolution up to each of r tokens per row: [b, r, w - 1, heads, d].
 
-        `at_br`: the indices of these tokens in their rows. Inputs from before the token's document are zeros.
+        `at_br`: the indices of the r tokens in their rows. Inputs from before the token's document are zeros.
         """
         given = with_before(x_bthd, self.width, None if before is None else getattr(before, name))
         numbers = jnp.pad(document_bt, ((0, 0), (self.width - 1, 0)))

@@ -1,1 +1,2 @@
-"""The common parts of all checkpoints: named arrays that are read in parts, Orbax trees, and a model's metadata."""
+"""Code that checkpoint formats share: named arrays that are read piece by piece, readers for Orbax trees and GGUF
+headers, and a model's metadata."""

@@ -87,7 +87,7 @@ class _Reader:
             raise UserError(f"{hidden} is not exported, so MaxText does not see it; write export {hidden}=...")
         given = {name: "".join(shell.known(name)[:1]) for name in left if name in shell.exported} | self._given
         environment = {name: unquoted(text) for name, text in given.items()}
-        # If a pasted line break became a space after its backslash, the next word begins with white space.
+        # If pasting replaced a line break after a backslash by a space, the next word begins with that space.
         words = [unquoted(word).lstrip() for word in self._words if word.strip()]
         has_yml = bool(words) and words[0].endswith(YML_ENDINGS) and "=" not in words[0]
         return Command(self._module, environment, words[0] if has_yml else "", words[1:] if has_yml else words)

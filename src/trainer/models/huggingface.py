@@ -1,4 +1,4 @@
-"""The types that declare a family's tensors and config.json in Hugging Face's transformers.
+"""Types with which a family declares its format in Hugging Face's transformers: its tensors and config.json.
 
 Each family's module contains its declaration.
 """

@@ -21,11 +21,11 @@ class OnPolicy(Distillation):
     Only the completions' tokens contribute to the loss. The batch field `LABELLED` has one value for all completions of
     a batch: 1 if they come from the data. Otherwise the value is 0, which makes label_loss 0.
 
-    With `sampled`, D is estimated from the sampled token y alone: D = -r A. Here r = p_student(y) / p_old(y), where
-    p_old is the distribution from which y was sampled, and the advantage A = log p_teacher(y) - log p_student(y) has no
-    gradient (Lu et al. 2025, thinkingmachines.ai/blog/on-policy-distillation). The expectation of this
-    estimate is KL(student || teacher) over the tokens that both vocabularies share, and the expectation of its gradient
-    is the gradient of this KL divergence. For a token that the teacher lacks, D is 0.
+    With `sampled`, the divergence D of `Distillation` is estimated from the sampled token y alone, as -r A. Here r =
+    p_student(y) / p_old(y), where p_old is the distribution from which y was sampled, and the advantage A = log
+    p_teacher(y) - log p_student(y) has no gradient (Lu et al. 2025, thinkingmachines.ai/blog/on-policy-distillation).
+    The expectation of this estimate is KL(student || teacher) over the tokens that both vocabularies share, and the
+    expectation of its gradient is the gradient of this KL divergence. For a token that the teacher lacks, D is 0.
 
     Evaluation measures D itself, not its estimate, on greedy answers; the mean of D is also the evaluation loss.
     """

@@ -182,8 +182,8 @@ def _there_and_back(
     swap = functools.partial(jax.lax.all_to_all, axis_name=spread.axes, split_axis=0, concat_axis=0, tiled=True)
     x_dcw, weight_dc = swap(x_dcw), swap(weight_dc)
     place_c = jnp.arange(x_dcw.shape[1])
-    # The index of a slot's expert: the number of experts whose slots end before it. An empty slot gets index l and is
-    # sorted to the end.
+    # The index of a slot's expert equals the number of experts whose last slot comes before this slot. An empty slot
+    # gets index l and is sorted to the end.
     expert_dc = jnp.sum(place_c[:, None] >= jnp.cumsum(size_dl, axis=1)[:, None, :], axis=-1)
     order = jnp.argsort(expert_dc.reshape(-1))
     out = apply(kernels, permuted(x_dcw.reshape(-1, x_dcw.shape[-1]), order), size_dl.sum(0))

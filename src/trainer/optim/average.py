@@ -11,7 +11,7 @@ from trainer.optim.optimizer import trainable
 from trainer.optim.rules import Rule, WithRules
 
 NAME = "ema"
-# The average of the parameter NAME is stored in a checkpoint under AVERAGE/NAME.
+# In a checkpoint, the average of the parameter a/b/c is stored under AVERAGE + "/a/b/c".
 AVERAGE = f"opt_state/rules/{NAME}/average"
 
 

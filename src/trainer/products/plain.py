@@ -23,9 +23,9 @@ EarlyReduction = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 class Product(Protocol):
     """Multiplies `x` with a kernel: [..., *in] and [*in, *out] -> [..., *out], in the dtype of `x`.
 
-    Optional method `store(kernel)`, also of grouped products: returns the stored form of the initial kernel, an array
-    or a pytree. Each array of a pytree has the kernel's axes, but may lack some of them, or have length 1 in some of
-    them (`sharding.axes_of_parts`).
+    Optional method `store(kernel)`, which a `GroupedProduct` may have, too: returns the form in which the initial
+    kernel is stored, which is an array or a pytree. Each array of a pytree has the kernel's axes, but may lack some of
+    them, or have length 1 in some of them (`sharding.axes_of_parts`).
 
     Optional method `array(kernel, dtype)`: returns an array [*in, *out]. Up to rounding, this product equals the plain
     product with that array.

@@ -114,7 +114,7 @@ class _Grouped:
             self.recipe,
             rows=1,
             grouped=True,
-            # If an axis is sharded over devices, scales along it cover all shards.
+            # If the axis whose entries share a scale is sharded, the shards on all devices share that scale.
             shared_inputs=_devices_that_share(self.kernel.names[1]),
             shared_outputs=_devices_that_share(self.kernel.names[2]),
             on_tpu=sharding.on_tpu(),

@@ -248,8 +248,10 @@ def _window_keys(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -
 
 
 def _alternating(said: Mapping[str, Any], hf: HuggingFace, refused: list[str]) -> dict[str, Any]:
-    """Returns the window's keys for a model in which every n-th layer has no window. As in transformers,
-    layer_types takes precedence over the field for n."""
+    """Returns our keys for sliding windows, with values, for a model in which every n-th layer has no window.
+
+    As in transformers, layer_types takes precedence over the field for n.
+    """
     layers, given = said["num_hidden_layers"], said.get("layer_types")
     every = said.get(hf.period_field, hf.period)
     if given and _FULL in given:

@@ -166,7 +166,7 @@ class PeftSource:
         return _Found(tables, found, {key: tables.owner(key) for key in found})
 
     def _adapted(self, config: Config, found: "_Found") -> list[str]:
-        """Returns the matrices that have an adapter. Raises the errors of `pattern`."""
+        """Returns the matrices that have an adapter. Raises UserError if there is none, or if one is of a tied head."""
         owners = set(found.owners.values())
         names = [name for name, pair in found.tables.adapters.items() if owners.intersection(pair)]
         if HEAD in names and config.logits_via_embedding:
@@ -212,8 +212,8 @@ class PeftSource:
 
 class _Found(NamedTuple):
     """The tensors of a folder, and for each tensor its owner: the canonical name of the parameter to which it belongs
-    in a model; None if the model has no such parameter. The keys of both dicts are the tensors' names without prefixes
-    (`below`)."""
+    in a model; None if the model has no such parameter. The keys of both dicts are the tensors' names without
+    wrapper prefixes such as base_model., as the function `below` returns them."""
 
     tables: Tables
     tensors: dict[str, Named]
