@@ -48,7 +48,6 @@ class NNXModel:
         return Decoder
 
     def init(self, key: jax.Array) -> tuple[Any, Any]:
-        """See `Model.init`."""
         with tree_mode():
             return init_variables(self.config, key, self._initial_decoder())
 
@@ -67,12 +66,10 @@ class NNXModel:
             return nnx.eval_shape(lambda module: make_train_state(nnx.clone(module), tx), self._module)
 
     def abstract_train_state(self, tx: optax.GradientTransformation) -> nnx.State:
-        """See `Model.abstract_train_state`."""
         with tree_mode():
             return nnx.state(self.train_state_module(tx))
 
     def canonical(self, path: Path) -> Path:
-        """See `Model.canonical`."""
         return canonical(path, self._param_paths)
 
 

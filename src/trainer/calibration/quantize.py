@@ -103,7 +103,6 @@ class _Reader:
         self._whole: dict[str, np.ndarray] = {}
 
     def read(self, path: str, number: int | None) -> dict[str, Any]:
-        """See `layerwise.Read`."""
         below = {
             name.removeprefix(f"{path}/"): name
             for name, leaf in self._leaves.items()

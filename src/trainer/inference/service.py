@@ -40,7 +40,6 @@ class Service:
         self._thread.start()
 
     def submit(self, tokens: Sequence[int], **how: Any) -> int:
-        """See `Scheduler.submit`."""
         number = self._scheduler.submit(tokens, **how)
         self._wake()
         return number

@@ -28,7 +28,6 @@ class LinenStackDecoder(Decoder):
     """An NNX decoder with blocks that run under `linen.scan`. It stores their variables in dicts of `nnx.Variable`s."""
 
     def make_layers(self, rngs: nnx.Rngs) -> dict[str, Any]:
-        """See `Decoder.make_layers`."""
         variables = init_stacks(self.config, rngs.params())
         return {name: nnx.data(part) for name, part in _held(variables, stacks(self.config)).items()}
 
@@ -45,7 +44,6 @@ class LinenStackDecoder(Decoder):
             return nnx.data(_held(dict(layer.init(rngs.params(), x, None, context))))
 
     def run_block(self, held, x, context, types):
-        """See `Decoder.run_block`."""
         if isinstance(held, nnx.Module):
             return super().run_block(held, x, context, types)
         layer = make_layer(self.config, last_block(self.config)[1], "", parent=None)  # a Linen block ignores the path
@@ -53,7 +51,6 @@ class LinenStackDecoder(Decoder):
         return run_layer(call, _variables(held), x, context, types, remat_policy(self.config))
 
     def run_layers(self, x, cache, context, types):
-        """See `Decoder.run_layers`."""
         variables = _variables({stack.name: getattr(self, stack.name) for stack in stacks(self.config)})
         stacked = Stacks(self.config, parent=None)  # not a child of the running Linen module, if any
         return stacked.apply(variables, x, cache, context, types, method="run_layers")

@@ -77,12 +77,10 @@ class Linen:
         return Transformer(config)
 
     def init(self, key: jax.Array) -> tuple[Any, Any]:
-        """See `Model.init`."""
         with tree_mode():
             return init_variables(self.config, key, initial_decoder(self.config))
 
     def abstract_train_state(self, tx: optax.GradientTransformation) -> TrainState:
-        """See `Model.abstract_train_state`."""
         return TrainState(
             step=jax.ShapeDtypeStruct((), jnp.int32),  # type: ignore[arg-type]
             apply_fn=self.module.apply,
@@ -93,7 +91,6 @@ class Linen:
         )
 
     def canonical(self, path: Path) -> Path:
-        """See `Model.canonical`."""
         return path[:1] + path[2:] if path[0] == "rest" else path
 
     def apply(self, params, rest, *inputs, method="hidden", capture=(), **given) -> tuple[Any, Sown, Any]:

@@ -40,8 +40,6 @@ class MtpBlock(linen.Module):
             setattr(self, f"mtp_layer_{k}", MtpLayer(self.config, k))
 
     def __call__(self, x, hidden, context, ahead, types: Types) -> Sown:
-        """See `models.mtp.run_mtp`."""
-
         def part(k: int, name: str) -> Any:
             return getattr(getattr(self, f"mtp_layer_{k}"), part_name(k, name))
 

@@ -53,8 +53,6 @@ class Stacks(linen.Module):
 
     @linen.compact
     def run_layers(self, x, cache: Cache | None, context: Context, types: Types) -> tuple[jax.Array, Any, Sown]:
-        """See `models.transformer.Decoder.run_layers`."""
-
         def run(loop, x, entries):
             lifted = self.is_initializing() or (self.config.scan_layers and loop.stack.pipeline is None)
             return (self._scan if lifted else self._applied)(loop, x, entries)

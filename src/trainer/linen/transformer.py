@@ -26,7 +26,6 @@ class Decoder(Stacks):
             self.logits_dense = to_linen(transformer.make_logits_dense, self.config)
 
     def __call__(self, x, cache, context: Context, types: Types = ()):
-        """See `models.transformer.Decoder.__call__`."""
         x = first_input(self.config, x, lambda: self.position_embedder, context)
         x, cache, sown = self.run_layers(x, cache, context, types)
         _sow_all(self, types, sown)
@@ -51,7 +50,6 @@ class Transformer(linen.Module):
     def hidden(
         self, inputs, position, segment, row, cache=None, key=None, types=(), sampled=None, ranks=None, ahead=None
     ):
-        """See `models.transformer.Transformer.hidden`."""
         if self.is_initializing() and self.config.mtp_num_layers:
             ahead = Ahead(*(jnp.zeros((*inputs.shape, self.config.mtp_num_layers), jnp.int32),) * 2)
         x, further = embedded(self.token_embedder, inputs, ahead)
@@ -64,7 +62,6 @@ class Transformer(linen.Module):
         return hidden, cache
 
     def head(self, x):
-        """See `models.transformer.Transformer.head`."""
         tied = self.config.logits_via_embedding
         return finish_logits(self.config, self.token_embedder(x, nnx_method="attend") if tied else self.decoder.head(x))
 

@@ -65,7 +65,6 @@ class SavedDistillation(Distillation):
 
     @property
     def unevaluated(self) -> Mapping[str, Field]:
-        """See `Objective`."""
         return self.teacher.saved
 
     def evaluation(self, params: Any, rest: Any, batch: Batch, **others: Any) -> Evaluation:

@@ -127,7 +127,6 @@ class Rounds:
         return _labelled(0, len(prompts))
 
     def take(self, state: Callable[[], Any], interrupted: Callable[[], bool]) -> tuple[Batch, Position] | None:
-        """See `BatchSource.take`."""
         self._interrupted = interrupted
         if self._done % self.updates == 0:
             current = jax.block_until_ready(state())  # waits, so that the round's time excludes the previous update

@@ -165,7 +165,6 @@ class Front:
             raise unavailable(f"the server is {self.state}", after=5)
 
     def adapter(self, name: str | None) -> tuple[str, int]:
-        """See `serving.reading.Reader.adapter`."""
         return self._reader.adapter(name)
 
     async def read(self, body: bytes, *, chat: bool) -> Read:

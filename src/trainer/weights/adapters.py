@@ -78,7 +78,6 @@ class RunAdapters:
         self.seed: int = self._saved["init_weights_seed"]
 
     def lora_keys(self, config: Config) -> Mapping[str, Any]:
-        """See `Adapters`."""
         names = (
             "enable_lora",
             "lora_rank",
@@ -91,7 +90,6 @@ class RunAdapters:
         return {name: frozen(self._saved[name]) for name in names if name in self._saved}
 
     def leaves(self, config: Config, shapes: Shapes) -> dict[str, Leaf]:
-        """See `Adapters`."""
         keys = self.lora_keys(config)
         if self.described["rope_interleave"] != config.rope_interleave:
             words = " ".join(as_words(self.described, ["rope_interleave"]))
@@ -119,16 +117,13 @@ class WithAdapters:
         self.keys = _keys_of_merged(base, adapters.described)
 
     def notes(self, config: Config) -> Sequence[str]:
-        """See `Source`."""
         place = self._base.path
         return [f"{self.path}: its adapters are added to the parameters of {place}", *self._base.notes(config)]
 
     def held(self, config: Config, shapes: Shapes) -> Collection[str]:
-        """See `Source`."""
         return self._base.held(config, shapes)
 
     def leaves(self, config: Config, shapes: Shapes) -> dict[str, Leaf]:
-        """See `Source`."""
         if config.checkpoint_is_quantized:
             raise UserError(
                 f"{self.path}: adapters cannot be added to quantized weights; give checkpoint_is_quantized=false"
@@ -216,15 +211,12 @@ class Initial:
         self._draw, self._seed = draw, run.seed
 
     def notes(self, config: Config) -> Sequence[str]:
-        """See `Source`."""
         return ()
 
     def held(self, config: Config, shapes: Shapes) -> Collection[str]:
-        """See `Source`."""
         return [*shapes]
 
     def leaves(self, config: Config, shapes: Shapes) -> dict[str, Leaf]:
-        """See `Source`."""
         drawn = self._draw(Config({**config, "init_weights_seed": self._seed}))
         return {name: _in_memory(drawn[name]) for name in shapes}
 

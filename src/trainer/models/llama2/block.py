@@ -159,7 +159,6 @@ class Block(nnx.Module):
 
     @property
     def packs_rows(self) -> bool:
-        """See `models.caches.packs_rows`."""
         return getattr(getattr(self, self.ATTENTION), "packs_rows", False)
 
     def __call__(self, x_bte: jax.Array, cache: Cache | None, context: Context) -> tuple[jax.Array, Cache | None]:

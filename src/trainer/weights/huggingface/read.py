@@ -118,7 +118,6 @@ class HuggingFaceSource:
         return tuple(f"{self.path}: {line}" for line in (towers, self._others, matrices, dropped) if line)
 
     def _stored_keys(self) -> dict[str, Any]:
-        """See `stored_keys`."""
         config = model_config(self._float_keys, [], str(self.path))
         layouts = hugging_face_layouts(config)
         params = names_of(make_model(config).abstract[0])
@@ -135,7 +134,6 @@ class HuggingFaceSource:
         return stored_keys(config, matrices, [it for it in tensors.values() if id(it) not in known])
 
     def held(self, config: Config, shapes: Shapes) -> Collection[str]:
-        """See `Source.held`."""
         declared = self._declared(config)
         layouts, merged = hugging_face_layouts(config, declared), declared.merged
         places = places_of(config, shapes)
@@ -147,7 +145,6 @@ class HuggingFaceSource:
         return [name for name, each in tensors.items() if any(tensor in self._tensors for tensor in each)]
 
     def leaves(self, config: Config, shapes: Shapes) -> dict[str, Leaf]:
-        """See `Source.leaves`."""
         kernels = stored_kernels(config)
         parts = names_of(nested(kernels))
         needed, shapes = shapes, {name: shape for name, shape in shapes.items() if name not in parts}

@@ -153,7 +153,6 @@ class MaxTextSource:
         ]
 
     def leaves(self, config: Config, shapes: Shapes) -> dict[str, Leaf]:
-        """See `Source.leaves`."""
         places = places_of(config, shapes)
         axis = self._scan_axis(config, shapes, places)
         names = {name: self._names(config, name, where) for name, where in places.items()}

@@ -75,18 +75,15 @@ class ParamsSource:
             raise UserError(f"{path}: contains no averaged parameters: it was trained with ema_decay=0")
 
     def notes(self, config: Config) -> Sequence[str]:
-        """See `Source.notes`."""
         as_floats = self.keys.get("checkpoint_is_quantized") and not config.checkpoint_is_quantized
         stored = f"{self.path}: weights are stored in {self.keys.get('quantization')}; they are read as float32"
         return [*filter(None, [self.lacks]), *([stored] if as_floats else ())]
 
     def held(self, config: Config, shapes: Shapes) -> Collection[str]:
-        """See `Source.held`."""
         whole = {name for path in self._paths for name in itertools.accumulate(path.split("/"), "{}/{}".format)}
         return shapes.keys() & whole
 
     def leaves(self, config: Config, shapes: Shapes) -> dict[str, Leaf]:
-        """See `Source.leaves`."""
         if self.keys.get("checkpoint_is_quantized") and not config.checkpoint_is_quantized:
             stored = with_storage(config, self.keys)
             kernels = {name: kernel for name, kernel in stored_kernels(stored).items() if name in shapes}

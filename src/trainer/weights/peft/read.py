@@ -69,7 +69,6 @@ class PeftSource:
         self._found = by_base_name(tensors, str(path))
 
     def notes(self, config: Config) -> Sequence[str]:
-        """See `Source.notes`."""
         del config
         names = [f".{it.name}" for it in self._found.values()]
         lacking = [target for target in self._said.targets if not any(f".{target}.lora_" in name for name in names)]
@@ -114,7 +113,6 @@ class PeftSource:
         return tuple(f"^{name}$" for name in names if name and name not in tied and not ADAPTER.search(name))
 
     def held(self, config: Config, shapes: Shapes) -> Collection[str]:
-        """See `Source.held`."""
         owners = set(self._in(config).owners.values())
         return [name for name in shapes if name in owners]
 
