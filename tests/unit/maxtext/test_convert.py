@@ -510,7 +510,7 @@ def test_the_guide_shows_what_is_printed(capsys):
     asked, shown = re.findall(r"```(?:bash|text)\n(.*?)```", page, re.DOTALL)[:2]
     (command,) = re.findall("from_maxtext '(.*)'", asked, re.DOTALL)
     from_maxtext.main([command])
-    assert capsys.readouterr().out.partition("\nnotes that it prints")[0] == shown
+    assert capsys.readouterr().out.partition("\nnotes that the command prints")[0] == shown
 
 
 def test_it_needs_no_jax_and_little_time():

@@ -73,7 +73,7 @@ REFUSED = {
     "read A; {}a=$A": "$A is set under a condition",
     "if x; then export A=1; fi; {}a=1": "$A is set under a condition",
     "A=$(date); B=x$(echo $A); {}b=$B": "$(echo $A)",
-    "A=1 {}a=$A": "$A: A= before a command",
+    "A=1 {}a=$A": "$A: a shell expands a command's words before it applies A=",
     "M_STEPS=3; {}a=1": "M_STEPS is not exported",
     "IFS=,; {}a=1": "IFS",
     "{}a=$'x\\n'": "$'x",
