@@ -56,7 +56,7 @@ def temporaries(dump: Dump, parameters: Collection[tuple[int, ...]] = ()) -> tup
     If several buffers share an address at the peak, only the largest of them is listed. The instruction that produces a
     buffer determines its kind. A buffer of the backward pass with the shape of a parameter is a gradient. A buffer of
     the forward pass that is live during the backward pass was saved for the backward pass. If the instruction's op_name
-    is an argument of the step, the buffer is a copy of that argument in another dtype or layout.
+    is an array of the step's argument `state`, the buffer is a copy of that array in another dtype or layout.
 
     Args:
       dump: the dump of the compilation; if it has no buffer assignment, the result is ().

@@ -10,8 +10,8 @@ between HBM and VMEM, uses the time in which other instructions leave HBM idle.
 
 Start and end instructions have these forms:
   `X-start` and `X-done` for a collective or a copy X.
-  `async-start`, `async-update` and `async-done`. The operation is in the computation that these instructions call. On a
-  TPU: a fusion that contains the custom call AsyncCollectiveStart, and one that contains AsyncCollectiveDone. The
+  `async-start`, `async-update` and `async-done`. The operation is in the computation that these instructions call.
+  On a TPU: a fusion that contains the custom call AsyncCollectiveStart, and one that contains AsyncCollectiveDone. The
     fusions in between repeat the collective with the same channel_id.
   `send` and `recv-done` of MegaScale, for transfers between slices of TPUs.
 """

@@ -357,12 +357,13 @@ def answer_of(record: Record, column: str, tokenizer: Tokenizer, chat: Prompts |
 
 
 def prompt_of(record: Record, column: str, tokenizer: Tokenizer, chat: Prompts | None) -> tuple[Any, list[int]]:
-    """Returns the prompt in a record's first column, and a list of the prompt's tokens, which is empty for empty text.
+    """Returns the prompt in a record's first column, and a list of the prompt's tokens. Without `chat`, the list is
+    empty for empty text.
 
     `column`: the name of the first column.
 
     Raises:
-      UserError: the prompt is neither text nor messages.
+      UserError: the prompt is not text. With `chat`, messages are allowed, too, but the template may refuse them.
     """
     if chat is not None:
         return record.values[0], chat.tokens_of(record)

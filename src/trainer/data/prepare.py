@@ -222,7 +222,7 @@ def no_text(corpora: Sequence[Corpus], counts: Counts, packing: Packing) -> User
 
 def no_loss(corpora: Sequence[Corpus], pairs: int, counts: Counts, packing: Packing) -> UserError:
     """Returns the error for corpora of which no token contributes to the loss. Only corpora with two columns, a prompt
-    and its completion, can cause it. `pairs`: the number of tokens of the corpora."""
+    and its completion, can cause it. `pairs`: the number of tokens in the corpora's rows."""
     cut = f"{counts.cut:,} of them cut off by use_truncation=true, " if counts.cut else ""
     give = f"{counts.hint}, fill the column," if counts.longest else "; fill the column,"
     return UserError(

@@ -121,9 +121,10 @@ def _of_gguf(file: Path, *, add_bos: bool, add_eos: bool) -> Tokenizer:
 
 
 def _named(tokenizer: Tokenizer, role: str, file: Path) -> int | None:
-    """Returns the id of the token for `role` (bos_token or eos_token); None if `tokenizer.bos` or `tokenizer.eos` is
-    None, as with add_bos=false or add_eos=false. A token that the files next to `file`, the tokenizer's file, specify
-    overrides the tokenizer's default. Raises UserError if the tokenizer lacks the specified token."""
+    """Returns the id of the token for `role` (bos_token or eos_token); None if the tokenizer's own id for this role
+    (`tokenizer.bos` or `tokenizer.eos`) is None, as with add_bos=false or add_eos=false. A token that the files next to
+    `file`, the tokenizer's file, specify overrides the tokenizer's default. Raises UserError if the tokenizer lacks the
+    specified token."""
     own = tokenizer.bos if role == "bos_token" else tokenizer.eos
     name = tokenizer.special_names.get(role)
     if own is None or name is None:

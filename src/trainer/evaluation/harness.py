@@ -216,7 +216,7 @@ class InProcess(LM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Returns the text of a conversation. Stores the rendered conversation, so that `_encode` encodes the names of
-        special tokens in it as special tokens."""
+        special tokens outside its messages as special tokens."""
         try:
             rendered = self._model.chat.template.render(chat_history, prompt=add_generation_prompt)  # type: ignore[union-attr]
         except TemplateFailed as error:

@@ -150,7 +150,7 @@ class Engine:
             decode_sampling_*.
           room: the number of positions in the cache, including positions for further parts of the prompt; default:
             max_prefill_length with use_chunked_prefill or enable_prefix_caching, otherwise t.
-          adapter: the adapter of the sequences, counted from 1; 0: none. Requires an engine with several adapters.
+          adapter: the adapter of the sequences, counted from 1; 0: none. Requires an engine with `Served.ranks`.
           sample: the number of the first sequence; sequences with equal seeds and different numbers draw different
             tokens.
           controls: the sequences' options; default: none. Requires an engine with `Served.controls`.

@@ -203,7 +203,7 @@ def _windows(config: Config) -> str:
 
 def _bias(config: Config, capability: Capability | None) -> str:
     """Returns a note on the additional cost of attention if documents share rows and the attention kernel needs a bias
-    to separate the documents, because it cannot use their lengths; "" if there is no such cost.
+    to separate the documents, because it does not get their lengths; "" if there is no such cost.
 
     All layers and heads can share one bias, but each layer and each head reads it twice.
     """

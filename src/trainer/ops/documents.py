@@ -1,9 +1,10 @@
-"""The lengths of each row's documents, in order: int [b, n]. Rows with fewer than n documents have zeros at the end.
+"""The lengths of each row's documents, in order: int [b, n].
 
 If n = 0, each row is one document. If n = 1, each row is one document followed by padding, which attends to nothing. If
-n > 1, each row contains up to n - 1 documents, and its padding counts as a further document, so that the lengths sum to
-the length of the row. The lengths are equivalent to the segments of a `Mask`, but a kernel that reads lengths needs no
-mask over pairs of tokens.
+n > 1, each row contains up to n - 1 documents. The first n - 1 lengths are those of the documents, followed by zeros if
+there are fewer. The last length is that of the padding, which counts as a document, so that the lengths sum to the
+length of the row. The lengths are equivalent to the segments of a `Mask`, but a kernel that reads lengths needs no mask
+over pairs of tokens.
 """
 
 import jax

@@ -84,7 +84,7 @@ def tile_bytes(config: Config) -> tuple[int, int]:
 
 
 def chosen(asked: Any, config: Config) -> list[str]:
-    """Returns a list with one line about the number of tiles; [] if the user set the number.
+    """Returns a list with one line about the number of tiles; [] if the number was not chosen automatically.
 
     `asked`: the configuration before resolving, in which num_vocab_tiling=-1 asks for an automatic choice. `config`:
     the resolved configuration, with the number that was chosen.
