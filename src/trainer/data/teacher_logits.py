@@ -49,8 +49,8 @@ class Facts:
       data: a hash of the rows (`hash_of_rows`).
       rows, length: the number of rows, and the number of tokens in each row.
       k, vocab_size: the number of logits saved for each position, and the size of the teacher's vocabulary.
-      tokens: the number of tokens at the beginning of the vocabulary that the student also has. If k < vocab_size, the
-        other tokens are ignored.
+      tokens: the student also has the first `tokens` tokens of the teacher's vocabulary. If k < vocab_size, the others
+        are ignored.
       temperature: the temperature at which the field `teacher_others` is computed (`trainer.objectives.saved_logits`).
       dtype: the dtype of the logits.
       teacher: a hash of the teacher's weights.
@@ -275,8 +275,10 @@ def _read(folder: Path) -> tuple[Facts, dict[str, str]]:
     SHA-256."""
     found = read_object(folder / MANIFEST)
     problems = [f"{name} is missing" for name in _FIELDS if name not in found] or field_problems(found, _FIELDS)
-    if not problems and (found["dtype"] not in _DTYPES or not found["k"] <= found["tokens"] <= found["vocab_size"]):
-        problems = [", ".join(f"{name}={found[name]}" for name in ("dtype", "k", "tokens", "vocab_size"))]
+    if not problems:
+        k, tokens, vocabulary = found["k"], found["tokens"], found["vocab_size"]
+        if found["dtype"] not in _DTYPES or tokens > vocabulary or (k > tokens and k != vocabulary):
+            problems = [f"dtype={found['dtype']}, {k=}, {tokens=}, vocab_size={vocabulary}"]
     if not problems and found["rows"] > _MOST_SHARDS * found["shard_rows"]:
         problems = [f"rows={found['rows']}, shard_rows={found['shard_rows']}"]
     if problems:

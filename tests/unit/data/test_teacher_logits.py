@@ -121,10 +121,22 @@ def test_a_changed_byte_is_found_when_its_row_is_read(tmp_path):
 def test_a_damaged_manifest_is_refused(tmp_path):
     save(tmp_path)
     content = json.loads((tmp_path / MANIFEST).read_text())
-    for changes in ({"rows": "ten"}, {"dtype": "object"}, {"k": 80_000}, {"shard_rows": 0}):
+    for changes in (
+        {"rows": "ten"},
+        {"dtype": "object"},
+        {"k": 80_000},
+        {"tokens": 70_001},
+        {"k": 70_000, "tokens": 70_001},
+        {"shard_rows": 0},
+    ):
         (tmp_path / MANIFEST).write_text(json.dumps(content | changes))
         with pytest.raises(UserError, match="is damaged"):
             SavedLogits(str(tmp_path))
+
+
+def test_all_logits_may_be_saved_although_the_student_has_fewer_tokens(tmp_path):
+    save(tmp_path, vocab_size=K, tokens=K - 1)
+    assert SavedLogits(str(tmp_path)).facts == facts(vocab_size=K, tokens=K - 1)
 
 
 def test_logits_of_other_rows_are_refused(tmp_path):

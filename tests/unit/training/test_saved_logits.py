@@ -94,8 +94,9 @@ def loss(run, batch, params, teacher=None):
         (2, TILES | {"distill_temperature": 2.0, "distill_temperature_schedule": "linear"}),
         (1, INVARIANT),
         (1, INVARIANT | TILES),
+        (1, {"distill_vocab_size": 60}),
     ],
-    ids=["2 devices, tiles", "batch_invariant", "batch_invariant, tiles"],
+    ids=["2 devices, tiles", "batch_invariant", "batch_invariant, tiles", "a part of the vocabulary"],
 )
 def test_all_logits_give_the_loss_of_the_teacher(tmp_path, devices, keys):
     if "distill_temperature_schedule" in keys:
