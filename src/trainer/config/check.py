@@ -28,7 +28,7 @@ def contradictions(config: Config, where: Mapping[str, str], broken: set[str]) -
     for keys, check in (*CHECKS, *(facts.checks if facts else ())):
         if broken.isdisjoint(keys) and (problem := check(config)):
             shown = ", ".join(f"{key}={shortened(to_flow(config[key]))} ({where[key]})" for key in keys)
-            messages.append(type(problem)(f"{shown}: {problem}"))  # keeps the type of an Unbuilt
+            messages.append(type(problem)(f"{shown}: {problem}"))  # an Unbuilt remains an Unbuilt
     return messages
 
 

@@ -21,7 +21,7 @@ COMMAND_LINE, DEFAULT = "command line", "default"
 ENVIRONMENT = "environment variable "  # followed by the name of the variable
 YML_ENDINGS = (".yml", ".yaml")
 MAXTEXT_YML = Path(__file__).parent / "maxtext" / "maxtext.yml"
-# Maps each key that selects a post-training command to the file of the settings that maxtext.yml adds in this command.
+# Maps each key that selects a post-training command to the file whose settings maxtext.yml adds for this command.
 # If several of these keys are true, the first one selects the command. The files are named as in MaxText.
 POST_TRAIN = {
     key: Path(__file__).parent / "maxtext" / "post_train" / f"{name}.yml"

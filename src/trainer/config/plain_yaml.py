@@ -109,8 +109,8 @@ def repeated_keys(node: yaml.MappingNode) -> dict[str, list[int]]:
 
 def _check_limits(text: str) -> None:
     """Checks the size and depth of the document from the parser's events, without composing its nodes."""
-    anchors: dict[str | None, tuple[int, int] | None] = {}  # each anchor's (length, depth); None: its node is open
-    open_nodes: list[tuple[str | None, int, int]] = []  # (anchor, length so far, depth so far)
+    anchors: dict[str | None, tuple[int, int] | None] = {}  # each anchor's (length, depth); None until its node ends
+    open_nodes: list[tuple[str | None, int, int]] = []  # nodes not yet ended: (anchor, length and depth so far)
 
     def add(length: int, depth: int, mark: Any) -> None:
         if not open_nodes:

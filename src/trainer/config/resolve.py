@@ -98,7 +98,7 @@ def _misfits(values: Config, checks: Iterable[tuple[Collection[str], Callable[[A
 
 
 def _shown(key: str, value: Any) -> str:
-    if isinstance(value, tuple):  # such as logical_axis_rules, too long for a message
+    if isinstance(value, tuple):  # a value such as logical_axis_rules is too long for a message
         return key
     return f"{key}={str(value).lower() if isinstance(value, bool) else value}"
 
@@ -135,7 +135,7 @@ def _indivisible(values: Config, mesh: Mapping[str, int]) -> list[str]:
     tensors = tensors_of(values)
     named = {name for names in tensors.values() for name in names}
     sized = [(name, dimension(name, values)) for name in DIMENSIONS if name in named]
-    if splits_rows(values):  # CONTEXT_CHECKS cover the tokens of a row
+    if splits_rows(values):  # CONTEXT_CHECKS check the row length
         sized = [(name, key) for name, key in sized if key != "max_target_length"]
     if values.mtp_num_layers:
         sized.append(PROJECTED)
@@ -187,8 +187,8 @@ def _is_whole(rows: float) -> bool:
 
 
 def _other_counts(values: Config, count: int, shards: int, batches: Collection[float]) -> str:
-    """Returns the end of a message that suggests the nearest values of num_pipeline_microbatches for which each of
-    `batches` splits into whole rows; "" if there are none. `shards`: the number of shards of a microbatch."""
+    """Returns the end of a message that suggests the nearest values of num_pipeline_microbatches that divide every
+    batch evenly; "" if there are none. `shards`: the number of shards of a microbatch. `batches`: rows per batch."""
     step = stages(values) * shards
     if not all(_is_whole(rows) and rows <= INT32_MAX and round(rows) % step == 0 for rows in batches):
         return ""

@@ -45,11 +45,11 @@ def check_resume(saved: Mapping[str, Any], config: Config, schedule_given: bool,
         # the data.
         allowed = allowed.union(["teacher_path", "tokenizer_path", "teacher_logits_path"])
     if _rows_split(before) != _rows_split(config):
-        allowed = allowed.union(["attention"])  # another split of the rows may need another kernel
+        allowed = allowed.union(["attention"])  # splitting a row's tokens differently may need another kernel
     if not has_dropout(before) and not has_dropout(config):
         allowed = allowed.union(["enable_dropout"])
     if config.prepared_path or before.prepared_path:
-        allowed = allowed.union(DETERMINING, ["tokenizer_path"])  # the saved position verifies the rows
+        allowed = allowed.union(DETERMINING, ["tokenizer_path"])  # the saved data position verifies the rows
     if has_rollouts(config):
         allowed = allowed.difference(DRAWN)
     wrong = [_change(before, config, name) for name in differing if name not in allowed]
@@ -160,8 +160,8 @@ def check_optimizer(saved: Mapping[str, Any], config: Config, where: str) -> Non
 def resets(saved: Mapping[str, Any], config: Config) -> bool:
     """Returns whether `reset_optimizer` applies to a run's own checkpoint, which has the configuration `saved`.
 
-    It does not apply if the checkpoint was already saved with `reset_optimizer` and the same keys of `UPDATE`, so that
-    repeating the command resumes the run instead of resetting the optimizer again.
+    It does not apply if the checkpoint was already saved with `reset_optimizer` and the same values of the keys in
+    `UPDATE`, so that repeating the command resumes the run instead of resetting the optimizer again.
     """
     before = _with_defaults(saved)
     again = before.reset_optimizer and all(before[name] == frozen(config[name]) for name in UPDATE)

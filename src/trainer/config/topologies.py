@@ -30,7 +30,7 @@ class Generation:
     """
 
     libtpu_name: str
-    chip_config: str  # libtpu's name of the mode that makes one device or two devices of a chip's two cores
+    chip_config: str  # libtpu's name of the chip's mode; if a chip has two cores, it makes them one device or two
     shapes: tuple[str, ...]
     counted_per_chip: int  # how much each chip adds to the number in a topology's name
     devices_per_chip: int = 1

@@ -52,7 +52,7 @@ def _foreign(yml: Path, key: str, path: Path) -> bool:
     """Returns whether `yml` belongs to the folder `path`, the value of `key`. This is the case if the yml is in this
     folder or, for keys in _STARTS, in one of its parent folders."""
     here = Path.cwd()
-    if key in _READ:  # data or a tokenizer; a folder that contains the current one is the user's project
+    if key in _READ:  # of data or a tokenizer; a folder that contains the current folder is the user's own
         root = path.resolve()
         return path.is_dir() and not here.is_relative_to(root) and _comes_from(yml, root)
     # The path as written, and the path with its links resolved.

@@ -39,7 +39,7 @@ def read_beside(file: Path) -> Beside:
     """
     folder = file.parent
     parts = tokenizer_parts(folder)
-    if file.name not in VOCABULARIES:  # vocabularies in the folder may be another tokenizer's
+    if file.name not in VOCABULARIES:  # then the vocabularies may be another tokenizer's
         parts = [name for name in parts if name not in VOCABULARIES]
     files = {name: read_bounded(folder / name) for name in parts}
     config = read_object(folder / TOKENIZER_CONFIG) if TOKENIZER_CONFIG in files else {}

@@ -56,7 +56,7 @@ def ensure(
             try:
                 commit(temporary, folder, build(temporary))
             except BaseException as error:
-                # After a UserError, the user changes the data or the keys, so no later run could use this folder.
+                # After a UserError, the user changes the data or the keys, so later runs use another folder.
                 if not continues or (isinstance(error, UserError) and not isinstance(error, Unfinished)):
                     shutil.rmtree(temporary, ignore_errors=True)
                 raise

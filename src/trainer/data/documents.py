@@ -80,7 +80,7 @@ class Counts:
     mended_characters: int = 0
     mended_first: str = ""
     noun: str = ""  # what messages call a record; "": document
-    skipped: int = 0  # records with text that an encoder skipped, and how many of these were too long
+    skipped: int = 0  # records that an encoder skipped although they have text, and how many were too long
     skipped_long: int = 0
     longest: int = 0  # tokens of the longest record that cannot be trained because it is longer than a row
     # Maps each kind of observation about records to the number of observations, and to a text about the first one,
@@ -88,7 +88,7 @@ class Counts:
     noticed: dict[str, tuple[int, str]] = field(default_factory=dict)
     unlearnt: str = ""  # text of the first document that an encoder skipped because it has no target to train
 
-    described: list[str] = field(default_factory=list)  # the kinds in `noticed` at earlier calls of `take`
+    described: list[str] = field(default_factory=list)  # the kinds in `noticed` that `take` has returned
 
     def notice(self, kind: str, line: Callable[[], str], count: int = 1) -> None:
         """Counts `count` more observations of the kind `kind`. `line` returns a text about the first observation, and

@@ -73,7 +73,7 @@ def merge(folder: Path, parts: int) -> None:
 
 
 def _between(path: Path, first: np.uint64 | None, last: np.uint64 | None) -> np.ndarray:
-    """Returns the entries of a sorted file with first <= high < last. A bound of None is not checked."""
+    """Returns the entries of a sorted file whose `high` is at least `first` and below `last`. None: no bound."""
     table = np.memmap(path, _DTYPE, "r")
     start = 0 if first is None else np.searchsorted(table["high"], first)
     return np.array(table[start : len(table) if last is None else np.searchsorted(table["high"], last)])

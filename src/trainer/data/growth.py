@@ -51,7 +51,7 @@ def _times(spec: Mapping[str, Any]) -> int | None:
     match spec:
         case {"type": "Replace", "pattern": {"String": old}, "content": new}:
             return max(1, -(-len(new) // len(old)) if old else 1 + len(new))
-        case {"type": "Replace", "content": new}:  # a regular expression may match empty strings
+        case {"type": "Replace", "content": new}:  # a regular expression may also match between characters
             return 1 + len(new)
         case {"type": "Precompiled", "precompiled_charsmap": charsmap}:
             return _longest(charsmap)

@@ -36,7 +36,7 @@ from trainer.runtime.remote import data_file, data_files
 MAGIC, VERSION = b"MMIDIDX\0\0", 1
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
-_LOOK = 20  # the number of documents searched for mmap_eod_id
+_LOOK = 20  # the number of documents whose last tokens are compared with mmap_eod_id
 
 
 class IndexedFile:
@@ -145,10 +145,10 @@ class TokenRows:
         self._files, self.length, self._vocab_size = [file for file, _ in files], length, vocab_size
         self._eod, self._reset, self._mask, self._shortest = eod, reset, mask, shortest
         runs = [_runs(file, chosen) for file, chosen in files]
-        self._file = np.repeat(np.arange(len(runs)), [len(run) for run in runs])  # each run's file index
+        self._file = np.repeat(np.arange(len(runs)), [len(run) for run in runs])  # for each run of documents: its file
         begins, ends = np.concatenate(runs).T
         self._end = np.cumsum(ends - begins)  # for each run: its end in the stream
-        self._shift = ends - self._end  # for each run: a token's position in the file minus that in the stream
+        self._shift = ends - self._end  # for each run: a token's index in the file minus that in the stream
         self.documents = sum(int(chosen.sum()) for _, chosen in files)
         self.tokens = int(self._end[-1]) if len(self._end) else 0
         self.size = -(-(self.tokens - 1) // length)  # a row needs at least two tokens

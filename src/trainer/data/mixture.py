@@ -32,8 +32,7 @@ def interleave(indices: np.ndarray, weights: Sequence[int]) -> tuple[np.ndarray,
     """
     component = np.full(len(indices), -1, np.int64)
     within = np.zeros(len(indices), np.int64)
-    # The number of rows that do not belong to earlier components: among the rows before each index, and among the rows
-    # up to and including the index.
+    # For each index, how many rows before it, and how many up to and including it, belong to no earlier component.
     before, through = indices.astype(np.int64), indices.astype(np.int64) + 1
     left = sum(weights)
     for i, weight in enumerate(weights):

@@ -25,7 +25,7 @@ def permuted(indices: np.ndarray, size: int, *, seed: int, epoch: int) -> np.nda
     and right < rows, where columns * rows is at least `size`. Each round adds a hash of `right` to `left` modulo
     columns, and then a hash of `left` to `right` modulo rows. An image that is not below `size` goes through the
     network again (cycle walking). There are fewer than `columns` such images, so repetitions are few, and memory and
-    time depend on n but not on `size`. The keys are raw words of Philox, which NumPy keeps stable across releases.
+    time depend on n but not on `size`. The hash keys are raw words of Philox, which NumPy keeps stable across releases.
     """
     columns = math.isqrt(size - 1) + 1
     rows = -(-size // columns)
@@ -43,7 +43,7 @@ def permuted(indices: np.ndarray, size: int, *, seed: int, epoch: int) -> np.nda
 
 
 def _hash(half: np.ndarray, key: np.uint64) -> np.ndarray:
-    return mix(half ^ key) >> np.uint64(1)  # one bit less, so that adding a half cannot overflow
+    return mix(half ^ key) >> np.uint64(1)  # 63 bits, so that adding `left` or `right` cannot overflow
 
 
 def mix(words: np.ndarray) -> np.ndarray:

@@ -33,7 +33,7 @@ class Resume(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """The origin of a segment. The segment begins with pair `start` (of an input and a target) of a document.
+    """The origin of a segment. The segment's first input and target are the pair with index `start` of a document.
 
     If `after` is 0, this document is the document of `mark`. Otherwise, it is the `after`-th document (counted from 1)
     in the `Document.after` of the document of `mark`.

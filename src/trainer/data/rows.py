@@ -23,7 +23,7 @@ FILE, SUMS = "rows.npy", "crc32.npy"
 SEGMENTS, ENDS = "segments.npy", "segment_ends.npy"
 _OPEN = 64  # the maximum number of folders that are open at the same time
 _FIELDS = ("inputs", "targets", "segmentation", "loss")  # `loss` is stored only if it excludes some targets
-Names = dict[tuple[str, str], int]  # from the (name, unit) of a file or table (see `Location`) to its index in SEGMENTS
+Names = dict[tuple[str, str], int]  # maps the (name, unit) of a `Location` to the index of its file or table
 
 
 class StoredRows:

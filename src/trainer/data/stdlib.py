@@ -11,8 +11,8 @@ from trainer.config.errors import UserError
 from trainer.data.corpus import Corpus
 from trainer.data.documents import Location, Record, is_held_out
 
-# Folders that contain mostly tests and large applications. Some Python distributions omit them, so a corpus that
-# included these folders would differ between distributions.
+# Folders that differ between Python installations, so a corpus that included them would differ, too. Most contain tests
+# or large applications, which some distributions omit.
 EXCLUDED_FOLDERS = frozenset(
     {"test", "tests", "idle_test", "idlelib", "tkinter", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
 )

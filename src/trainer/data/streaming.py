@@ -19,7 +19,7 @@ from trainer.data.packing import Packing, Resume
 from trainer.data.readers import IndexedPart, Part, indexed
 
 _OPEN_FILES = 8  # the maximum number of files read alternately if the order is shuffled
-_WINDOWS = 1 << 32  # the seed for shuffling windows is the seed of the files' order plus this number
+_WINDOWS = 1 << 32  # added to the seed of the files' order, to give the seed for shuffling within windows
 _BUFFER = 4  # the number of rows that a worker process prefetches
 _PASSES = 2  # a process that has found no document after this many passes over its records raises an error
 
@@ -62,8 +62,8 @@ def streamed_rows(
 def _records(
     corpus: Corpus, seed: int | None, window: int, workers: int, process_index: int, process_count: int
 ) -> tuple[Any, Callable[[Any], int]]:
-    """Returns this process's share of the records, and a function from the state of the iterator over these records to
-    the number of the current pass over the share."""
+    """Returns this process's share of the records, and a function that converts the state of the share's iterator to
+    the number of its current pass over the share."""
     if indexed(corpus.parts):
         every = _Concatenated(corpus.parts)  # type: ignore[arg-type]
         records = grain.MapDataset.source(every)
@@ -105,7 +105,7 @@ class _Concatenated:
 
 
 class _Files(grain.IterDataset):
-    """The records of files. Each epoch reads the files from the beginning, with a seed in shuffled order.
+    """The records of files. Each epoch reads the files from the beginning, in shuffled order if there is a seed.
 
     `shares` contains one or two pairs (index, count). The first pair selects the process's share, share `index` of
     `count`, and the second pair selects the worker's share of the process's share. The pairs are applied in order. A

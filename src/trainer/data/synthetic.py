@@ -17,8 +17,8 @@ class SyntheticRows:
 
     Up to four segments of unequal length share a row, and at most the last eighth of the row is padding. A segment
     begins at a multiple of `align` tokens with a random token, and continues with next = (token + 7) mod vocab_size, a
-    rule that any model can learn. With `size` None, the rows are endless. `together`: whether a row may have several
-    segments.
+    rule that any model can learn. With `size` None, there are infinitely many rows. `together`: whether a row may have
+    several segments.
     """
 
     def __init__(

@@ -121,10 +121,9 @@ def _of_gguf(file: Path, *, add_bos: bool, add_eos: bool) -> Tokenizer:
 
 
 def _named(tokenizer: Tokenizer, role: str, file: Path) -> int | None:
-    """Returns the id of the token for `role` (bos_token or eos_token); None if the tokenizer's own id for this role
-    (`tokenizer.bos` or `tokenizer.eos`) is None, as with add_bos=false or add_eos=false. A token that the files next to
-    `file`, the tokenizer's file, specify overrides the tokenizer's default. Raises UserError if the tokenizer lacks the
-    specified token."""
+    """Returns the id of the token for `role` (bos_token or eos_token): the token that the files next to `file`, the
+    tokenizer's file, specify, otherwise `tokenizer.bos` or `tokenizer.eos`. If this attribute is None, as with
+    add_bos=false or add_eos=false, always returns None. Raises UserError if the tokenizer lacks the specified token."""
     own = tokenizer.bos if role == "bos_token" else tokenizer.eos
     name = tokenizer.special_names.get(role)
     if own is None or name is None:
@@ -296,7 +295,7 @@ def _file(path: Path, kind: str) -> Path:
         if kind == "auto" and (path / CONFIG_FILE).is_file():
             return path / CONFIG_FILE
         raise UserError(f"tokenizer_path={path} contains no {' or '.join(names)}")
-    # The files that are checked here are read together with the file `path`.
+    # Only the files that are read together with `path` are checked.
     check_folder(path.parent, [*(VOCABULARIES if path.name in VOCABULARIES else ()), *SETTINGS])
     if not path.is_file():
         raise UserError(

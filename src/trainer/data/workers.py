@@ -62,7 +62,7 @@ def run(task: Task, parts: Sequence[int], count: int, progress: Callable[[int, f
     finally:
         del os.environ[BEGUN_BY]
         for process in {*multiprocessing.active_children()} - others:
-            process.terminate()  # without waiting for its part, which may take minutes and is redone by the next run
+            process.terminate()  # its unfinished part could take minutes; the next run redoes it
         pool.shutdown(cancel_futures=True)
 
 

@@ -23,12 +23,12 @@ INERT_HERE: tuple[Inert, ...] = tuple(inert for file in _ALL for inert in getatt
 
 
 def keys_of(*resume: Resume) -> tuple[str, ...]:
-    """Returns the keys whose rows have one of the `Resume` values `resume`."""
+    """Returns the keys for which `Row.resume` is one of the values `resume`."""
     return tuple(name for row in ROWS if row.resume in resume for name in row.names)
 
 
 def paths_of(*places: Place) -> tuple[str, ...]:
-    """Returns the keys whose values are paths of a kind (`Place`) in `places`."""
+    """Returns the keys for which `Row.path` is one of the values `places`."""
     return tuple(name for row in ROWS if row.path in places for name in row.names)
 
 

@@ -51,7 +51,7 @@ CHECKS: tuple[Check, ...] = (
     (("max_num_checkpoints_to_keep",), _checkpoints_to_keep),
     (("keep_best_checkpoints", "keep_best_metric", "checkpoint_period", "eval_interval", "eval_tasks_interval"), _best),
     (("keep_best_metric", "eval_tasks"), _best_metric),
-    # With enable_lora, both are allowed: the state contains only adapters, and load_parameters_path locates the base.
+    # enable_lora allows both keys: the state contains only adapters, and load_parameters_path locates the base model.
     refused(
         ("load_parameters_path", "load_full_state_path"),
         lambda c: c.load_parameters_path and c.load_full_state_path and not c.enable_lora,

@@ -99,8 +99,7 @@ def _rules(config: Config) -> str | None:
     problems, ours = [], tuple(axis for axis in AXES if sizes[axis] > 1)
     for name in LENGTHS:
         whole = split(name) if name in IN_ATTENTION else split(name)[: len(ours)]
-        # usp uses the last axis of the rule as the inner axis, whatever the size of this axis. So the rule must contain
-        # all AXES.
+        # usp runs Ulysses over the rule's last axis, even if this axis has size 1. So the rule must be exactly AXES.
         if whole != ours or (
             config.context_parallel_strategy == "usp" and name in IN_ATTENTION and rules[name] != AXES
         ):

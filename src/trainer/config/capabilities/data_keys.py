@@ -223,13 +223,14 @@ ROWS = (
         step=False,
         path=Place.DATA,
     ),
-    Row(("dataset_name", "hf_name", "hf_data_dir"), step=False, path=Place.ANY),  # relative to the path in another key
+    Row(("dataset_name", "hf_name", "hf_data_dir"), step=False, path=Place.ANY),  # may be relative to another path
     Row(("document_filter",), step=False, code=True),
     Row(tuple(key for key in FILTERS if key != "document_filter"), step=False),
     Row(("eval_split", "eval_data_columns", "tokenize_eval_data", "hf_eval_split"), Resume.AROUND, step=False),
     Row(("data_cache_directory", "prepared_path"), Resume.AROUND, step=False, path=Place.LOCAL),
     Row(("remote_copies_gib",), Resume.AROUND, step=False),
-    Row(("prepare_part_mib", "prepare_workers"), Resume.AROUND, step=False),  # if rows change, the fingerprint changes
+    # If a change of these keys changes the rows, the fingerprint of the data changes, too.
+    Row(("prepare_part_mib", "prepare_workers"), Resume.AROUND, step=False),
     Row(("grain_eval_files", "hf_eval_files"), Resume.AROUND, step=False, path=Place.DATA),
     Row(("eval_dataset_name",), Resume.AROUND, step=False, path=Place.ANY),
     Row(("num_epoch",), Resume.LENGTH, step=False),
@@ -416,9 +417,8 @@ INERT = (
 def without_rows(words: Iterable[str]) -> dict[str, int]:
     """Returns a default of max_target_length, as {"max_target_length": length}, for a command that makes no rows.
 
-    The length is at most trainable_position_size, because rows must not be longer than the learned positions. Returns
-    {} if max_target_length is given or trainable_position_size is not given. `words`: the command's key=value
-    arguments.
+    The length is at most trainable_position_size, which is the number of learned positions. Returns {} if
+    max_target_length is given or trainable_position_size is not given. `words`: the command's key=value arguments.
     """
     given = dict(word.partition("=")[::2] for word in words)
     positions, default = given.get("trainable_position_size", ""), schema().keys["max_target_length"].default

@@ -42,8 +42,8 @@ class Schedule(NamedTuple):
     def arrives(self, fragment: int, in_flight: Any, updates: Any) -> Any:
         """Returns whether islands merge `fragment` into their parameters after update number `updates`.
 
-        `in_flight`: the number of the update after which the fragment that still waits to be merged synchronized; 0 if
-        no fragment waits.
+        `in_flight`: if a synchronized fragment waits to be merged, the number of the update after which it
+        synchronized; otherwise 0.
         """
         its = (in_flight > 0) & (in_flight % self.period == self.offset(fragment))
         return its & ((updates == in_flight + self.delay) | (updates == self.steps))

@@ -18,7 +18,7 @@ QUERIES = 64  # the row count of each matrix product, and the query count of eac
 COLUMNS = 16
 TILE = 128  # attention sums over keys in tiles of this many tokens, which begin at the same positions in all programs
 
-_WHOLE = ("diloco", "data", "fsdp")  # sharding over these mesh axes splits neither a row nor a matrix of a product
+_WHOLE = ("diloco", "data", "fsdp")  # sharding over these mesh axes splits neither a sequence nor a matrix of a product
 
 
 def _why_not(axis: str) -> str:

@@ -30,7 +30,7 @@ class Kernel:
     sinks: bool = True  # supports attention sinks: a learned logit per head, in addition to the keys' logits
     unequal_widths: bool = True  # supports values and keys of different widths, as in multi-head latent attention
     segments: bool = True  # supports packed rows, whose documents do not attend to each other
-    documents: int | None = 0  # the most documents per row whose lengths it accepts; 0: no lengths; None: no limit
+    documents: int | None = 0  # the maximum number of document lengths that it accepts per row; None: no limit
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     length_multiple: int = 1
     head_dim_multiple: int = 1
@@ -130,7 +130,7 @@ def choose_attention(
 
 
 def read_documents(config: Config, capability: Capability | None) -> int | None:
-    """Returns `most_documents(config)` if the configured kernel should get a row's documents as that many lengths.
+    """Returns `most_documents(config)`, the number of document lengths per row that the configured kernel should get.
     Returns None if the kernel should not get lengths."""
     most, reads = most_documents(config), KERNELS[config.attention].on(capability).documents
     if most is None or (reads is not None and (not reads or most > reads)):
@@ -167,7 +167,7 @@ def _strategy(values: Config) -> Strategy:
 def _unmet(
     name: str, values: Config, mesh: Mapping[str, int], platform: str, capability: Capability | None
 ) -> list[str]:
-    """Returns the texts of `unsupported` for the kernel `name`, after one about context_parallel_strategy if the kernel
+    """Returns `unsupported` for the kernel `name`, preceded by a text about context_parallel_strategy if the kernel
     does not support that setting."""
     kernels = _strategy(values).kernels
     over = (

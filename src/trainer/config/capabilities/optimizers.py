@@ -15,7 +15,7 @@ _ADAM = ("adam_b1", "adam_b2", "adam_eps", "adam_eps_root", "adam_weight_decay",
 class Traits(NamedTuple):
     """The properties of an optimizer that the rest of the program uses."""
 
-    # The keys that the optimizer reads. It gets no other keys, so its first test fails if a key is missing here.
+    # The keys that the optimizer reads. It gets no others, so any test of it fails if a key is missing here.
     reads: tuple[str, ...]
     # The number of float32 moments per trained parameter. The row and column sums of Adafactor do not count, nor do
     # moments that only some parameters have.

@@ -25,8 +25,8 @@ KEYS = (
     "set_remat_policy_on_layers_per_stage",
     *GATHERS,
 )
-# The leading logical axes of a pipeline's parameters (the first two) and of its activations (the last one), each with
-# the mesh axes to which the sharding rules must map it.
+# The leading logical axes of a pipeline's arrays (two axes of parameters, then one of activations), each with the mesh
+# axes to which the sharding rules must map it.
 OF_PIPELINE = {"circular_repeats": (), "stages": (STAGE,), "activation_stage": (STAGE,)}
 
 

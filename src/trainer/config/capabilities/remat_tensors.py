@@ -19,7 +19,7 @@ PROJECTIONS = (*ATTENTION, *OF_MLP, *OF_EXPERTS)
 QUANTIZED = "quantization"  # MaxText's name for the quantized operands of products
 LAYER_INPUT = "decoder_layer_input"
 TENSORS = (LAYER_INPUT, "context", *PROJECTIONS)
-# Maps each key that lists additional tensors of a family to what remat_policy=custom does with these tensors.
+# For each key that lists a family's additional tensors: what remat_policy=custom does with these tensors.
 OWN_TENSORS = {"custom_device_tensors": "device", "custom_offload_tensors": "offload"}
 
 

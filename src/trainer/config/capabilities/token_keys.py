@@ -27,10 +27,10 @@ def split_ratios(config: Config) -> list[float]:
 
 
 def shortest_segment(config: Config) -> int:
-    """Returns the number of tokens that a segment must exceed before it can end together with a document.
+    """Returns n: a segment that has at most n tokens at the end of a document continues with the next document.
 
-    A segment that is not longer continues with the next document. The key packing_max_segments_per_sample determines
-    the number. 0: every segment ends together with its document.
+    A longer segment ends together with the document. The key packing_max_segments_per_sample determines n. If n is 0,
+    every segment ends together with its document.
     """
     most, reset = config.packing_max_segments_per_sample, config.reset_attention_mask
     shortest = config.max_target_length // most if most > 0 and reset else 0

@@ -18,8 +18,8 @@ _NOTED = ("Model", "Data", "Training", "Optimizer", "Loss")
 
 @functools.cache
 def defaults(method: str = "") -> Mapping[str, Any]:
-    """Returns a dict from each key whose default in our base.yml differs from MaxText's to MaxText's default, as listed
-    in maxtext.yml. `method`: a key of `POST_TRAIN`, such as use_sft, whose file overrides maxtext.yml; "" for none."""
+    """Returns a dict of MaxText's defaults, for each key with another default in our base.yml; maxtext.yml lists them.
+    `method`: a key of `POST_TRAIN`, such as use_sft, whose file overrides maxtext.yml; "" for none."""
     keys = schema().keys
     found: dict[str, Any] = {}
     for path in (MAXTEXT_YML, *([POST_TRAIN[method]] if method else [])):
