@@ -164,8 +164,8 @@ def _by_heads(
 
 
 def _over(ring: Ring, axes: tuple[str, ...]) -> Ring:
-    # Send all arrays together over Gloo, which connects CPU processes: it mixes up concurrent permutes, because it
-    # gives all of them the same tag.
+    # CPU processes communicate by Gloo, which mixes up concurrent permutes, because it gives all of them the same tag.
+    # So send all arrays together.
     return ring._replace(axes=axes, together=jax.process_count() > 1 and sharding.on_platform("cpu"))
 
 

@@ -85,13 +85,13 @@ class Scores(NamedTuple):
         if is_split:
             ring = Ring((), self.window, self.soft_cap, self.scale) if in_blocks else None
             attended = split.attend(self.across, attend, arrays, drop, sinks, ring=ring, kernel=kernel)
-        elif kernel:  # the compiler cannot shard a kernel; kernels have no dropout
+        elif kernel:  # the compiler cannot shard attention kernels, which have no dropout
             names = QUERIES, KEYS, KEYS, mask_axes(mask), None if sinks is None else HEADS
             run = sharding.shard_mapped(lambda *args: attend(*args[:4], sinks=args[4]), names, QUERIES, check=False)
             attended = run(*arrays, sinks)
         else:
             attended = attend(*arrays, drop, sinks=sinks)
-        # Kernels and the ring name their results and other residuals themselves, with `checkpoint_name`.
+        # Attention kernels and ring attention name their residuals, such as the result, with `checkpoint_name`.
         return attended if kernel or in_blocks else checkpoint_name(attended, "context")
 
     @property

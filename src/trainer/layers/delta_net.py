@@ -191,8 +191,8 @@ def _unit(x: jax.Array) -> jax.Array:
 
 
 def _last_tokens(cache: Cache, context: Context) -> jax.Array:
-    """Returns, for each cache row, the index of its last token in the row of tokens, or -1 if it has no token: int
-    [b, 1], or [1, cache rows] if the tokens of several cache rows are packed in one row."""
+    """Returns, for each cache row, the index of its last token in this call's row of tokens, or -1 if it has none: int
+    [b, 1], or [1, cache rows] if the call packs the tokens of several cache rows in one row."""
     index, real = jnp.arange(context.segments.shape[1]), context.segments != 0
     if cache.rows is None:
         return jnp.where(real, index, -1).max(axis=1)[:, None]

@@ -142,8 +142,8 @@ def run_loop(
     outputs, apart = [], []
     for i in range(loop.stack.count):
         held = [block.each[i] for block in entries] if loop.by_layer else list(entries)
-        # The slices are made outside of the checkpointed layer, so a GPU saves them as the layer's inputs. For the cost
-        # see docs/benchmarks/gpu.md.
+        # The layer's variables are sliced outside of the checkpointed function, so a GPU saves the slices as inputs of
+        # that function. For the cost see docs/benchmarks/gpu.md.
         (x, held), output = body((x, held), jax.tree.map(lambda a, i=i: a[i], stacked))
         outputs.append(output)
         apart.append(held)

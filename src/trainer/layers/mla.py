@@ -187,8 +187,8 @@ class LatentAttention(nnx.Module):
     ) -> jax.Array:
         """Returns the result for queries over all cached positions: [b, t, h, value]."""
         scores = self.scores.over_cache()
-        # Do not absorb with adapters per row, which give each row a different matrix, nor with the op invariant, which
-        # must compute the same sums as training, where nothing is absorbed.
+        # Projections are not absorbed if each sequence selects its adapter, and thus has different matrices, or if the
+        # op is "invariant", which must compute the same sums as training, where nothing is absorbed.
         absorbs = context.ranks is None and self.scores.op != "invariant"
         kernel = self.wkv_b.matrix(query.dtype) if absorbs else None
         if kernel is None:

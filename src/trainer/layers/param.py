@@ -21,8 +21,8 @@ def lecun_normal(
     key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype, *, batch_axis: tuple[int, ...] = ()
 ) -> jax.Array:
     """Returns a normal sample, truncated at two standard deviations, with variance 1 / fan-in; fan-in is the size of
-    the second-to-last axis. The function is jitted so that kernels of equal shape share one trace: separate traces
-    would take half of the time that making a model takes."""
+    the second-to-last axis. The function is jitted so that kernels of equal shape share one trace. Otherwise,
+    tracing would take half of the time of making a model."""
     return jax.nn.initializers.lecun_normal(batch_axis=batch_axis)(key, shape, dtype)
 
 

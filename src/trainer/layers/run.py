@@ -23,9 +23,8 @@ def run_stack(
 ) -> tuple[jax.Array, Any, Sown]:
     """Applies the layers of a stack in order, as a pipeline if the stack has one.
 
-    A pipeline ignores the caches (`entries`), because generation runs without a pipeline. `axes` and `how` are passed
-    to `layers.pipeline.run_pipeline`; without a pipeline, `how` is passed to `layers.loop.run_loop`, which describes
-    the other arguments.
+    A pipeline ignores the caches (`entries`), because generation runs without a pipeline. For the arguments see
+    `layers.loop.run_loop`; for `axes`, and for `how` with a pipeline, see `layers.pipeline.run_pipeline`.
     """
     if loop.stack.pipeline is None:
         return run_loop(loop, apply, variables, x, entries, **how)

@@ -55,7 +55,7 @@ def check_layer(config: Config) -> None:
 
 def _check_linen(config: Config, block: MakeBlock) -> None:
     x, ids = jnp.zeros((1, 1, config.base_emb_dim), config.dtype), jnp.zeros((1, 1), jnp.int32)
-    # Give both keys, so that `init` does not fail if the block uses either. A block may use a key, but not store one.
+    # Give both random keys, because `init` fails if a block uses a missing key. A block may use keys, not store them.
     keys = {"params": seed_key(0), "dropout": seed_key(0)}
     args = x, None, Context(ids, ids, rows=ids[0], key=None)
     variables = dict(jax.eval_shape(lambda: make_layer(config, block, "", parent=None).init(keys, *args)))
@@ -91,7 +91,7 @@ def apply_layer(block: linen.Module, types: Types, variables: Any, *args: Any) -
     """Applies the unbound `block` to `variables` and `args`.
 
     Returns the result and the block's sown values of `types`. A Linen block sows into collections that are named after
-    the types. It draws dropout from the layer's key, which is in the context; the context is the last of `args`.
+    the types. It draws dropout from the random key of the layer's context, which is the last of `args`.
     """
     if isinstance(block, bridge.ToLinen):
         return block.apply(variables, *args, nnx_method=capturing(types))

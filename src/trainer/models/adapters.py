@@ -23,7 +23,7 @@ from trainer.products.plain import GroupedProduct, Kernel, Product, Rules, make_
 
 
 def storage_of_base(config: Config) -> Storage:
-    """Returns the storage format of matrices with an adapter under QLoRA."""
+    """Returns the format in which QLoRA stores matrices that have an adapter."""
     return Storage(STORED_DTYPES[config.lora_weight_qtype], (config.lora_tile_size, 1))
 
 

@@ -64,7 +64,7 @@ class MaxText:
       caps_scores: whether the block reads `attn_logits_soft_cap`.
       norms_heads: whether the block reads `use_qk_norm`.
       interleaves_experts: whether the block reads `interleave_moe_layer_step`.
-      keys: further keys of this trainer that the block reads under the same name.
+      keys: further configuration keys that MaxText's block reads under the same name.
       more: maps a resolved configuration to the values of the MaxText keys whose name or value differs from ours.
       refuses: returns `key=value: reason` for each value of a configuration that MaxText's block does not support.
     """

@@ -5,7 +5,7 @@ The functions count model FLOPs as MaxText does, after PaLM (Chowdhery et al. 20
 - matrix products with parameters count, including the output head; the embedding lookup, norms, RoPE, softmax,
   activations and the optimizer do not;
 - attention scores and their products with the values count if the causal, window or chunk mask lets the query see the
-  key; the diagonal counts half. Thus the mean number of keys that a query sees in a causal row of T tokens is T / 2.
+  key; the diagonal counts half. Thus the mean number of keys that a query sees is T / 2 in a row of T tokens.
   With a sliding window of w <= T tokens it is w - w^2 / (2 T), and with chunks of c tokens, where c divides T, it is
   c / 2. Scores between different documents in a packed row count, although attention masks them;
 - in a mixture of experts, the router and the experts chosen for a token count, however the products are computed;
@@ -98,8 +98,8 @@ def forward_flops_per_token(config: Config, keys: float | None = None) -> float:
     """Returns the FLOPs of the forward pass for one token in a row of `config.max_target_length` tokens.
 
     `keys`: the mean number of keys for which a query's scores are computed. None: the result of `visible_keys`,
-    with which the function counts model FLOPs. To count the FLOPs of an op that also computes masked scores, pass a
-    larger number: the length of the row for dot_product.
+    with which the function counts model FLOPs. To count the FLOPs of an attention kernel that also computes
+    masked scores, pass a larger number; for attention=dot_product, the length of the row.
     """
     widths = 2 * config.head_dim
     if is_latent(config):

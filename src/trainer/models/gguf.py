@@ -46,8 +46,8 @@ class Gguf(NamedTuple):
       more: maps the ends of further keys to the types of their values.
       fields: returns further fields of config.json, by name. Its argument is a mapping that contains the fields read
         so far, including rope_scaling, and the values of the keys in `more`.
-      write: returns the values of the keys in `more`, and values that replace those of other keys, given the
-        config.json that this trainer writes.
+      write: given the config.json that this trainer writes, returns the values of the GGUF keys in `more`, and of any
+        other GGUF keys whose value it overrides.
       refuses: returns why llama.cpp's output would differ from this trainer's, given the config.json that this trainer
         writes; "" if it would not.
       note: how llama.cpp's computation differs from this trainer's for every file of the architecture.

@@ -114,5 +114,5 @@ def _steps(pre_tokenizer: Mapping[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _escaped(pattern: Mapping[str, str]) -> dict[str, str]:
-    """Returns the pattern with line ends escaped: patterns are compared as text, and only some files escape them."""
+    """Returns `pattern` with line breaks escaped. Patterns are compared as text, but only some files escape them."""
     return {kind: text.replace("\r", r"\r").replace("\n", r"\n") for kind, text in pattern.items()}

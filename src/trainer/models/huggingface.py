@@ -276,10 +276,9 @@ class HuggingFace(NamedTuple):
         configuration to the values of these fields.
       implies: maps keys of this trainer to their value in every model of this type.
       aliases: other model types with the same fields and tensors.
-      modules: maps a component of module names in transformers 5 to the component that checkpoints have in its place
-        in the names of tensors, such as {"mlp": "block_sparse_moe"}.
-      methods: the value of topk_method without groups of experts, and the value with groups. ("", ""): the family has
-        no groups.
+      modules: maps name components that differ between transformers 5 and checkpoints: a component of a module's
+        name to the one in tensor names, such as {"mlp": "block_sparse_moe"}.
+      methods: config.json's topk_method without groups of experts, and with groups. ("", ""): the family has no groups.
       mtp: the tensors of multi-token prediction modules.
       gguf: the declaration of the family's GGUF files; None if these are neither read nor written.
     """

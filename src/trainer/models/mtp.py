@@ -32,7 +32,7 @@ MTP = "mtp_block"  # the first component of every module's path
 # The names of a module's parts, without the module's prefix, in the order of the forward pass.
 EMBEDDING_NORM, HIDDEN_NORM, PROJECTION = "embedding_norm", "hidden_state_norm", "projection"
 BLOCK, FINAL_NORM = "transformer_layer", "final_norm"
-# The numbers of a module's dropout sites outside of its block.
+# The indices of a module's dropout sites outside of its block.
 EMBEDDING, BEFORE_HEAD = range(2)
 
 Types = tuple[type[nnx.Variable], ...]

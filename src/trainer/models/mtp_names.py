@@ -60,7 +60,7 @@ def hugging_face_layouts(config: Config, declared: HuggingFace | None = None) ->
     hf = declared or hugging_face(config)
     layouts, modules = dict(hf.layouts), hf.mtp
     for stack in stacks(config):
-        # Each block of a pattern has the layouts of the stack, unless the family declares layouts for the block.
+        # A stack may repeat several blocks. Each has the stack's layouts unless the family declares its own.
         above = f"decoder/{LAYERS if stack.name == REMAINDER else stack.name}/"
         each = {name.removeprefix(above): it for name, it in layouts.items() if name.startswith(above)}
         layouts = {f"decoder/{path}/{name}": it for path in stack.paths for name, it in each.items()} | layouts

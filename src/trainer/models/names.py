@@ -26,7 +26,7 @@ class Names:
         return Names({other: own for own, other in self._table.items()})
 
     def common(self, name: str) -> str:
-        """Returns the common name for `name`: a parameter's name, or a name that contains it, as `.../mu/NAME` does."""
+        """Returns the common name for `name`, a parameter's name or one that contains it, such as `.../mu/NAME`."""
         for own, other in self._table.items():
             if (start := f"/{name}/".find(f"/{own}/")) >= 0:
                 return name[:start] + other + name[start + len(own) :]

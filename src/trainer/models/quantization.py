@@ -74,7 +74,7 @@ def is_quantized(make: MakeProduct | None) -> bool:
 
 
 def named(pattern: str) -> str:
-    """Returns a regular expression for names that contain `pattern`, such as mlp/wo, as complete components."""
+    """Returns a regular expression for names in which `pattern`, such as mlp/wo, matches complete components."""
     return f"(^|/)(?:{pattern})(/|$)"
 
 

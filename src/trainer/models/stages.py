@@ -27,8 +27,8 @@ T = TypeVar("T")
 
 
 def in_stages(config: Config, found: Sequence[Stack]) -> tuple[Stack, ...]:
-    """Returns the stacks of a decoder, `found`, with the longest stack in a pipeline if the resolved `config` has
-    several stages. Any layers of the longest stack that stay outside of the pipeline become a separate stack after it.
+    """Returns a decoder's stacks `found`. If the resolved `config` has several stages, the longest stack becomes a
+    pipeline; any of its layers that stay outside of the pipeline become a separate stack after it.
 
     Raises:
       UserError: the numbers of layers, stages, repeats and layers per stage do not fit together; the message suggests
@@ -172,9 +172,9 @@ class Division:
         return self._in_decoders(one, tree)
 
     def to_stages(self, tree: Any, divide: Callable[..., tuple[Any, Any]], *like: Any) -> Any:
-        """Inverts `to_layers`. `divide(leaf)` returns the pair (leaf of inside, leaf of outside). If `like` is given, a
-        tree with the structure of the result, the corresponding leaf of each stack in `like` is a further argument of
-        `divide`."""
+        """Inverts `to_layers`. `divide(leaf)` returns the pair (leaf of inside, leaf of outside). With `like`, a tree
+        with the structure of the result, the call is `divide(leaf, inside, outside)`, where the last two arguments are
+        the corresponding leaves of `like`; `divide(leaf, inside)` if there is no stack outside."""
 
         def one(decoder: dict[str, Any], *wanted: dict[str, Any]) -> dict[str, Any]:
             rest = dict(decoder)

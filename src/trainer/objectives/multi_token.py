@@ -128,7 +128,7 @@ class MultiToken:
         return Evaluation(tokens, nats, nats, {"mtp_acceptance_rate": rate})
 
     def _hidden(self, sown: Sown) -> list[jax.Array]:
-        # Selected by path, because a block may also sow values of this type.
+        # Selected by path, because a block may also sow an MtpHidden.
         return [sown[MtpHidden.__name__][hidden_path(k)] for k in range(1, self.modules + 1)]
 
 

@@ -27,7 +27,8 @@ class OnPolicy(Distillation):
     The expectation of this estimate is KL(student || teacher) over the tokens that both vocabularies share, and the
     expectation of its gradient is the gradient of this KL divergence. For a token that the teacher lacks, D is 0.
 
-    Evaluation measures D itself, not its estimate, on greedy answers; the mean of D is also the evaluation loss.
+    Evaluation measures D itself, not its estimate, on greedily decoded completions; the mean of D is also the
+    evaluation loss.
     """
 
     sampled: bool

@@ -90,8 +90,8 @@ class Preference(abc.ABC):
         """See `Objective.sums`. The reference model has no dropout.
 
         Without dropout, if policy and reference model have equal parameters, the policy's log-probabilities are used
-        for both: two compiled forward passes could round differently, which would make the accuracy arbitrary instead
-        of 0.
+        for both. Otherwise, reward_accuracy would be arbitrary instead of 0, because two compiled forward passes can
+        round differently.
         """
         policy_bt, sown = self._logs(params, rest, batch, key, capture, sampled)
         reference_bt = None

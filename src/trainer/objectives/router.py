@@ -71,7 +71,7 @@ class WithRouters:
         own = {}
         for (term, name), weight in ((BALANCE, self.balance), (Z, self.z)):
             if weight:
-                # A value belongs to one layer, or has an axis for all layers of a stack.
+                # A sown value is of one layer or, with an additional axis, of all layers of a stack.
                 values = [value.reshape(-1) for path, value in sown.items() if path.rpartition("/")[2] == name]
                 if not values:
                     raise UserError(

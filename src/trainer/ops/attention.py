@@ -60,13 +60,13 @@ class Dropout(NamedTuple):
     key: jax.Array
     row: jax.Array  # [b] int, the indices of the rows in the global batch
     rate: float
-    whole: tuple[int, int] | None = None  # the numbers of heads and keys of a whole row; None: the numbers in the call
+    whole: tuple[int, int] | None = None  # the numbers of heads and of keys in a whole row; None: as in the call
     first_head: jax.Array | int = 0  # the index of the call's first head among all heads
     first_query: jax.Array | int = 0
 
     def keep(self, query_t: jax.Array, heads: int, keys: int, first_key: jax.Array | int = 0) -> jax.Array:
         """Returns the mask of kept weights, bool [b, heads, t, keys]. `query_t`: int [t], the indices of the queries in
-        the call. `first_key`: the index in the row of the call's first key."""
+        the call. `first_key`: the index of the call's first key in the row."""
         if self.whole is None:
             return attention_keep(self.key, self.row, query_t, heads, keys, self.rate)
         drawn = attention_keep(self.key, self.row, self.first_query + query_t, *self.whole, self.rate)

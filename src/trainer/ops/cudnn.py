@@ -50,8 +50,8 @@ def cudnn_attention(
     elif not documents.shape[1]:
         documents = None
     if implementation == "cudnn":
-        # The number that JAX, too, adds to masked scores: finite, and small enough in magnitude that the difference of
-        # two of these numbers, which the kernel computes, cannot overflow.
+        # JAX adds the same number to masked scores. It is finite, and the kernel can subtract two such numbers without
+        # overflow.
         bias = None if same_segment is None else jnp.where(same_segment, 0, -(2.0**41)).astype(query.dtype)
         return fused_attention(Fused(scale, window), query, key, value, bias, documents)
     if documents is not None and documents.shape[1] == 1:

@@ -121,8 +121,8 @@ def _unit_inverse(strict: jax.Array) -> jax.Array:
     index, identity = jnp.arange(strict.shape[-1]), jnp.eye(strict.shape[-1], dtype=strict.dtype)
     fixed, inverse, size = jax.lax.stop_gradient(strict), identity, 1
     while size < len(index):
-        # So far, the diagonal blocks with `size` rows are inverted. With A' for the inverse of A, the inverse of
-        # [[A, 0], [B, C]] is [[A', 0], [-C'BA', C']].
+        # Here, `inverse` contains the inverses of the diagonal blocks of `size` rows. With A' for the inverse of A, the
+        # inverse of [[A, 0], [B, C]] is [[A', 0], [-C'BA', C']].
         block = index // size
         below = (block[:, None] % 2 == 1) & (block[:, None] == block + 1)
         inverse = inverse - inverse @ jnp.where(below, fixed, 0) @ inverse

@@ -1,4 +1,4 @@
-"""Dropout with explicit keys: a row's mask depends only on the key and on the row's index in the global batch."""
+"""Dropout with an explicit PRNG key. A row's mask depends only on this key and the row's index in the global batch."""
 
 import jax
 import jax.numpy as jnp

@@ -1,8 +1,9 @@
 """Expert parallelism: tokens are sent to the devices of their experts, and the results are sent back.
 
-All functions here run on one device, inside a region in which the mesh axes `Spread.axes` are manual. Shapes: d devices
-along these axes, e experts, l = e / d experts per device, m choices (a token counts once for each chosen expert), c
-choices that a device sends to each device in a round, w width. Device i has the experts i l to (i + 1) l - 1.
+All functions here compute one device's part, in a region in which the mesh axes `Spread.axes` are manual. Shapes: d
+devices along these axes; e experts; l = e / d experts per device; m choices (a choice is a token with one of its chosen
+experts); c choices that a device sends to each device in a round; w width. Device i has the experts i l to
+(i + 1) l - 1.
 """
 
 import functools
@@ -26,7 +27,8 @@ class Spread(NamedTuple):
 
     Attributes:
       axes: the mesh axes over which experts are sharded; () or axes of size 1 if each device has all experts.
-      peers: all mesh axes along which devices have different tokens. Devices along them run the same number of rounds.
+      peers: all mesh axes along which devices have different tokens. All devices along these axes run the same number
+        of rounds.
       buffer: sets the number of choices in a round; see `round_size`.
     """
 
@@ -151,7 +153,7 @@ def _round(plan: _Plan, number: jax.Array, spread: Spread, choices: int) -> tupl
     """Returns the indices of the choices that this device sends in a round, [d, c], and the number of choices that
     arrive from each device for each expert of this device, [d, l].
 
-    Slots that remain empty have distinct indices past the last choice."""
+    If fewer than c choices remain for a device, its other indices are distinct, and past the last choice."""
     size = round_size(choices, spread.devices, spread.buffer)
     begin = number * size
     slot_c = begin + jnp.arange(size)

@@ -56,9 +56,9 @@ def invariant_attention(
 def rounded(product: jax.Array) -> jax.Array:
     """Returns `product`, float32, and ensures that it is rounded before anything is added to it.
 
-    If one loop multiplies and adds to the product, XLA's CPU backend fuses both operations and does not round the
-    product. In a sum of two products, the rest of the loop determines which of the two is fused. The clip between
-    product and sum prevents the fusion, and changes no finite number.
+    If a multiplication and the addition that uses its product are in one loop, XLA's CPU backend fuses the two and does
+    not round the product. In a sum of two products, the rest of the loop determines which product is not rounded. The
+    clip between product and sum prevents the fusion, and changes no finite number.
     """
     most = jnp.finfo(jnp.float32).max
     return jnp.clip(product, -most, most)

@@ -110,7 +110,7 @@ def frequencies(how: Rope, width: int) -> np.ndarray:
         return plain / np.array(how.factors)
     if how.kind == "llama3.1":
         turns = how.original_length / (2 * math.pi) * plain
-        # In the published configurations of Llama 4, both factors are equal, so the difference is 0.
+        # Avoids a division by 0: in the published configurations of Llama 4, the two factors are equal.
         kept: np.ndarray = (turns - how.low_freq_factor) / max(how.high_freq_factor - how.low_freq_factor, 1e-30)
     else:
         assert how.kind == "yarn", how.kind

@@ -1,4 +1,4 @@
-"""AdamW as in Praxis: the decay rates correct the bias of the moments."""
+"""AdamW as in Praxis: instead of bias correction, the decay rates of the moments depend on the update's number."""
 
 from typing import Any
 

@@ -35,8 +35,8 @@ def by_layer(tx: optax.GradientTransformation, param_axes: Any) -> optax.Gradien
         return fn(grads, state, params)
 
     def maps(params: Any) -> Iterator[tuple[Any, Any]]:
-        """Yields pairs of trees of `jax.vmap` axes, for the parameters and for the state: 0 at the leaves to map, None
-        at the others. There is one pair for each leading axis; stacks with the same leading sizes share their pairs."""
+        """Yields the axes for each `jax.vmap`, as a tree for the parameters and a tree for the state: 0 at the leaves
+        to map, None at the others. Stacks with leading axes of the same sizes share one `jax.vmap` per leading axis."""
         layers = {name: leaf.shape[: stacked[name]] for name, leaf in by_name(params).items() if name in stacked}
 
         def single(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:

@@ -53,7 +53,7 @@ def _in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformatio
 
 
 def _clipped(config: Config, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Returns `tx` with clipped gradients: first each element to a value, then the global norm to a threshold."""
+    """Returns `tx` preceded by gradient clipping: first of each element, then of the global norm."""
     value, threshold = config.gradient_clipping_value, config.gradient_clipping_threshold
     first = [optax.clip(value)] if value else []
     first += [optax.clip_by_global_norm(threshold)] if threshold else []

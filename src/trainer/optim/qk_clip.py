@@ -112,7 +112,7 @@ def _check_sown(stating: set[str], sowing: set[str]) -> None:
 
 
 def _not_frozen(config: Config, param_axes: Any, layers: Mapping[str, Clipped]) -> dict[str, Clipped]:
-    """Returns the layers in which QK-Clip scales weights: all but the layers in which these weights are frozen."""
+    """Returns the layers to clip, that is, all layers except those in which the weights that eta scales are frozen."""
     is_trained = trainable(config)(param_axes)
     kept, mistakes = {}, []
     for path, layer in layers.items():
@@ -139,7 +139,7 @@ def _not_frozen(config: Config, param_axes: Any, layers: Mapping[str, Clipped]) 
 
 
 def _flags(is_trained: Any, factors: Any, path: str) -> dict[str, bool]:
-    """Returns a dict from the name of each parameter that has a factor to whether the parameter is trained."""
+    """Returns whether a parameter is trained, by name, for each parameter that has a factor."""
     if isinstance(factors, dict):
         return {
             name: trained

@@ -25,5 +25,5 @@ class Context(NamedTuple):
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def at(self, index: int | jax.Array) -> "Context":
-        """Returns the context of a layer, or of a dropout site within a layer, with the key folded with `index`."""
+        """Returns the context of a layer, or of a dropout site within a layer: folds `index` into the dropout key."""
         return self if self.key is None else self._replace(key=jax.random.fold_in(self.key, index))

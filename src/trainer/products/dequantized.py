@@ -134,7 +134,8 @@ def with_awq_scale(stored: Any, scale: jax.Array, kernel: Kernel) -> WithAwqScal
 
 
 def _tiles(kernel: Kernel, shape: Sequence[int], size: int) -> list[int]:
-    """Returns how many entries of each axis share a scale if `size` consecutive entries of the merged axes do."""
+    """Returns the shape of the blocks that share a scale, for axes of the lengths `shape`. A block has `size` entries,
+    or fewer if `size` does not fit the axes."""
     if prod(shape) <= size:
         return list(shape)
     tiles, left = [], size

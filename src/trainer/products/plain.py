@@ -16,7 +16,7 @@ from trainer.ops.grouped import grouped_matmul
 from trainer.ops.paths import whole_name
 from trainer.products.context import Context
 
-# (x, kernel) -> (x, kernel): `sharding.reduce_gradient_early` for the matrix of the output head
+# (x, kernel) -> (x, kernel), such as `sharding.reduce_gradient_early`; see `reduce_early` in `Product`
 EarlyReduction = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
@@ -24,8 +24,8 @@ class Product(Protocol):
     """Multiplies `x` with a kernel: [..., *in] and [*in, *out] -> [..., *out], in the dtype of `x`.
 
     Optional method `store(kernel)`, which a `GroupedProduct` may have, too: returns the form in which the initial
-    kernel is stored, which is an array or a pytree. Each array of a pytree has the kernel's axes, but may lack some of
-    them, or have length 1 in some of them (`sharding.axes_of_parts`).
+    kernel is stored, which is an array or a pytree. In a pytree, each array has the kernel's axes, except that some may
+    be missing or have length 1 (`sharding.axes_of_parts`).
 
     Optional method `array(kernel, dtype)`: returns an array [*in, *out]. Up to rounding, this product equals the plain
     product with that array.

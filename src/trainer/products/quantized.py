@@ -27,7 +27,7 @@ from trainer.products.plain import EarlyReduction, GroupedProduct, Kernel, Produ
 LEAST_PER_SCALE = 128  # with fewer values per scale, Qwix multiplies floating-point numbers
 MOST_INT8 = (2**31 - 1) // 128**2  # the sum of this many products of int8 always fits into int32
 _ROWS = sharding.Axes(("activation_batch", "activation_length"))
-DEVICES = -1  # for `Recipe.parts`: one part for each device that has rows; `_parts` makes exceptions
+DEVICES = -1  # for `Recipe.parts`: one part for each shard of the rows; for exceptions, see `_parts`
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class _How:
         Args:
           shared: the mesh axes over which `over` is sharded.
           noise: added before rounding; broadcast along the last axes of `x`.
-          tiles: maps an axis to the number of its entries that share a scale.
+          tiles: maps an axis to the number of consecutive entries that share a scale.
         """
         channels = [axis for axis in range(x.ndim) if axis not in over]
         of_groups = [0] if self.grouped and x.ndim == 3 else []

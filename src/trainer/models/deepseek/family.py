@@ -90,8 +90,8 @@ BY_SIGMOID = {"routed_score_func": SIGMOID, "routed_bias": True}
 # In transformers, the norms of latents always have the epsilon 1e-6, regardless of rms_norm_eps.
 _ONLY = {"rms_norm_eps": 1e-6, "moe_layer_freq": 1}
 
-# Keys in GGUF files. The first two are the sizes of a head, the next two the sizes of the latent keys and values (a
-# single head). SCORE and NORM describe how experts are scored.
+# Metadata keys of GGUF files. The first two are the widths of a head's keys and values, the next two the widths of the
+# latent keys and values, which all heads share. SCORE and NORM describe how experts are scored.
 _HEAD, _HEAD_V = "attention.key_length_mla", "attention.value_length_mla"
 _KEYS, _VALUES = "attention.key_length", "attention.value_length"
 SCORE, SOFTMAX_THERE, SIGMOID_THERE = "expert_gating_func", 1, 2
@@ -210,7 +210,8 @@ def _maxtext_keys(config: Config) -> dict[str, Any]:
     if config.rope_type != "yarn":
         keys["rope_factor"] = 1  # under every rope_type, MaxText scales MLA scores by rope_factor
     if config.rope_type == "default":
-        # MaxText's default RoPE rotates halves; its YaRN with factor 1 is the same function, but can rotate pairs.
+        # MaxText's default RoPE cannot rotate adjacent pairs of entries. Its YaRN can, and with factor 1 has the same
+        # angles.
         keys |= {"rope_type": "yarn", "rope_interleave": True}
     if not scores_by_sigmoid(config):
         return keys | {"routed_score_func": "softmax"}

@@ -26,7 +26,7 @@ NAME = "GptOssMlp"
 ALPHA = 1.702  # x sigmoid(ALPHA x) approximates GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415)
 
 
-@functools.cache  # NNX compares functions by identity, so models with the same limit must share one
+@functools.cache  # NNX compares functions by identity, so models with the same limit must share a function
 def clamped(limit: float) -> Combine:
     """Returns the gated unit (up + 1) * gate * sigmoid(ALPHA * gate), which first clips `gate` to at most `limit`, and
     clips `up` to the interval [-limit, limit]."""

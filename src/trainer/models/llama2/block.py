@@ -24,7 +24,7 @@ from trainer.ops.multiplied import multiplied
 from trainer.ops.rope import Rope
 from trainer.products.context import Context
 
-# The numbers of a block's dropout sites.
+# The indices of a block's dropout sites.
 ATTENTION, HIDDEN, OUTPUT = range(3)
 
 
@@ -57,7 +57,7 @@ def make_rope(config: Config, window: int = 0) -> Rope:
 
 
 def across(config: Config) -> Across:
-    """Returns how attention splits rows over devices, for a resolved configuration."""
+    """Returns how attention is computed if each row's tokens are sharded over devices; `config` is resolved."""
     order = token_order(config)
     return Across(config.context_parallel_strategy, order[0] if order else "")
 

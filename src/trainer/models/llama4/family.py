@@ -102,7 +102,7 @@ def _read(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
     kinds = _kinds(keys["nope_layer_interval"], layers, said["attention_chunk_size"])
     if (given := said.get("layer_types")) and list(given) != kinds:
         refused.append(f"layer_types={shortened(str(given))} (known: chunked_attention in the layers with RoPE)")
-    tuned = bool(said["attn_temperature_tuning"])  # in config.json files of April 2025, 4 means true
+    tuned = bool(said["attn_temperature_tuning"])  # config.json files of April 2025 contain 4 instead of true
     return {**keys, "interleave_moe_layer_step": step, "temperature_tuning": tuned}
 
 

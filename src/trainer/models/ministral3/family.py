@@ -44,7 +44,7 @@ def read(said: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
     rope = said.get("rope_scaling") or said.get("rope_parameters") or {}
     if rope.get("llama_4_scaling_beta") is None:
         refused.append("RoPE without llama_4_scaling_beta")
-    original = rope.get("original_max_position_embeddings")  # outside of `rope`, transformers ignores it
+    original = rope.get("original_max_position_embeddings")  # transformers reads it only from here
     if original is None:
         refused.append("RoPE without original_max_position_embeddings")
     return {} if original is None else {"temperature_tuning_floor_scale": original}

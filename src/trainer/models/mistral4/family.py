@@ -68,7 +68,7 @@ def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
     head, rope = own["qk_nope_head_dim"] + own["head_dim"], ministral3.with_beta(said, usual=0.1)
     rope["partial_rotary_factor"] = own["head_dim"] / max(head, 1)
     length = said.get(_LENGTH, original := rope.get("original_max_position_embeddings"))
-    # config.json has no field for a length other than `original`, so a file with such a length is refused.
+    # config.json has only one of these two lengths, so a GGUF file in which they differ is refused.
     other = {} if length == original else {_LENGTH: length}
     return {**own, **other, "head_dim": head, "rope_scaling": rope, "topk_method": "softmax"}
 

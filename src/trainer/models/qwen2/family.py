@@ -49,7 +49,7 @@ FAMILY = Family(
             implies={"attention_bias": True},
             off=("use_mrope",),
             gguf=Gguf("qwen2"),
-            # Two fields of CodeQwen1.5, and a field for texts of more than 262,144 tokens; transformers reads none.
+            # Two fields of CodeQwen1.5, and a field for texts of more than 262,144 tokens. transformers ignores all.
             ignored=("seq_length", "rotary_emb_base", "dual_chunk_attention_config"),
         )
     ],
