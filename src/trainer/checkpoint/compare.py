@@ -72,5 +72,5 @@ def _described(leaf: Any) -> str:
     if _is_empty(leaf):
         return "empty"
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.eval_shape(jax.random.key_data, leaf)  # keys are stored on disk as their data
+        leaf = jax.eval_shape(jax.random.key_data, leaf)  # random keys are stored on disk as integers
     return f"{leaf.dtype}{list(leaf.shape)}"

@@ -344,7 +344,8 @@ def _complete(path: Any) -> bool:
 
 
 def _sum(folder: Any) -> None:
-    # Called in each process after all files are written and before the checkpoint is committed.
+    # The first process calls this after all files are written and before it commits the checkpoint. The other processes
+    # call it as soon as the save has begun, and wait for the first one.
     meet = multihost.get_barrier_sync_fn()  # works in any thread; does nothing with a single process
     write_sums(
         folder, jax.process_index(), jax.process_count(), lambda place: meet(key=place, timeout_ms=1000 * _PATIENCE)

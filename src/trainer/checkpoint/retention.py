@@ -8,8 +8,8 @@ from trainer.config.keys import Config
 
 
 def standing(metrics: Mapping[str, Any], config: Config) -> float | None:
-    """Returns the value in `metrics` of the metric that keep_best_metric names, negated for "max:", so that a lower
-    standing is always better. Returns None if the value is absent or not finite."""
+    """Returns the value in `metrics` of the metric that keep_best_metric names. If keep_best_metric begins with "max:",
+    negates the value, so that lower is always better. Returns None if the value is absent or not finite."""
     direction, _, name = config.keep_best_metric.partition(":")
     value = metrics.get(name)
     if not isinstance(value, int | float) or not math.isfinite(value):

@@ -47,8 +47,8 @@ def maybe_save_checkpoint(
       sidecar: returns the metadata to save with the state.
       initial: see `is_due`.
       force: whether to save even if no checkpoint is due, because the run ends.
-      before: called just before a save begins. It syncs to disk the files that report the steps before this checkpoint,
-        and returns the metrics for retention.
+      before: called just before a save begins. It syncs the reports on earlier steps to disk, and returns the metrics
+        for retention.
       unsaved: the paths of parameters to omit, together with the optimizer's state for them.
 
     Returns:

@@ -64,7 +64,7 @@ class About(NamedTuple):
 
         Args:
           ends: the tokens that end the training texts.
-          length: the row length in tokens; None if the model's keys specify the maximum text length.
+          length: the row length in training, in tokens; None if the model's RoPE scaling sets the maximum text length.
           other_template: whether training used a different chat template.
         """
         fields, changed = dict(self.fields), dict(self.changed)
@@ -94,7 +94,7 @@ class About(NamedTuple):
             return {name: value for name, value in given.items() if not name.endswith(_OF_TOKENIZER)}
 
         changed = {_END: _one(self.ends)} if self.ends else {}
-        # A field that is None, unlike a missing field, overrides the value of the adapters' base model.
+        # In the metadata of adapters, a field that is None overrides the base model's; a missing field does not.
         return About(
             rest(self.fields) | dict.fromkeys(TOKENS),
             None if self.generation is None else rest(self.generation),

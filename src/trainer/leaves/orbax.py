@@ -131,7 +131,7 @@ def writer(path: Path, custom: Mapping[str, Any] | None = None) -> Iterator[Call
     from orbax.checkpoint import v1 as ocp
 
     context = ocp.Context()
-    context.array.saving.use_compression = False  # four times as fast, and 8 % larger
+    context.array.saving.use_compression = False  # four times as fast as with compression, and 8 % larger
     context.array.saving.storage_options.chunk_byte_size = _CHUNK
     waiting: dict[str, np.ndarray] = {}
 

@@ -132,7 +132,7 @@ class Source(Protocol):
 
     @property
     def keys(self) -> Mapping[str, Any]:
-        """The resolved model keys that the checkpoint itself stores; {} if it stores none."""
+        """The model's configuration keys, resolved, if the checkpoint itself stores them; otherwise {}."""
 
     def notes(self, config: Config) -> Sequence[str]:
         """Returns one line for each assumption made when the checkpoint is read as a model of `config`."""

@@ -24,8 +24,8 @@ class Command(NamedTuple):
 
     Attributes:
       module: the module as written, such as `maxtext.trainers.pre_train.train`; "" if the command contains none.
-      environment: the variables that are exported or set before the command, except variables that the command's words
-        expand.
+      environment: the variables that are exported or set before the command, except variables that are expanded in
+        the command's words.
       yml: the first word after the module (of the command, if there is no module) if it names a yml file; otherwise "".
       words: the other words, usually key=value.
     """

@@ -228,9 +228,9 @@ def _convert(command: Command, runs: str, version: str) -> Conversion:
 
 
 def _of_pairs(rows: Sequence[Row], in_yml: Mapping[str, str]) -> list[Row]:
-    """Returns `rows`, with rows for max_target_length that explain the key's meaning for pairs.
+    """Returns `rows`, with an explanation of max_target_length, which for pairs has another meaning than in MaxText.
 
-    The key can be set by the command or, in `in_yml`, by the yml.
+    If the yml sets the key (`in_yml`), a row is added for it.
     """
     said = [f"{_LENGTH}{text}" for name, text in in_yml.items() if f"{name}=" == _LENGTH]
     return [
@@ -263,7 +263,7 @@ def _of_program(
 def _loaded(
     yml: str, words: Sequence[str], environment: Mapping[str, str], runs: str, rows: Sequence[Row]
 ) -> tuple[Loaded | None, list[str], list[Row]]:
-    """Returns the configuration, the problems of the whole command, and `rows` with their problems.
+    """Returns the configuration, the problems of the whole command, and `rows` with the problem of each key.
 
     The configuration is None if it cannot be loaded.
     """

@@ -107,7 +107,7 @@ def with_base(method: str, given: Mapping[str, str]) -> str:
 
 
 def takes(method: str, runs: str) -> str:
-    """Returns a line on the defaults, in MaxText and in our program `runs`, of a command of `method` without a yml."""
+    """Returns a line on what MaxText and our program `runs` use as defaults if a command of `method` names no yml."""
     path = POST_TRAIN[method]
     name = f"{path.parent.name}/{path.name}"
     return f"without a yml, MaxText uses {name} for this program; in {runs}, maxtext.yml has the values of that file"

@@ -146,7 +146,7 @@ def unquoted(field: str, as_code: bool = False) -> str:
     """Returns a field of `Shell.fields` as plain text, or as code for another shell.
 
     Raises:
-      UserError: quotes make an expansion in the field literal, which plain text without quotes cannot represent.
+      UserError: quotes make a $ or backtick literal, but in plain text, without quotes, it would start an expansion.
     """
     text = field.replace(_DOLLAR, "$").replace(_TICK, "`")
     if not as_code and re.search(_DOLLAR + _EXPANDS + "|" + _TICK, field):

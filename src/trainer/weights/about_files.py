@@ -43,7 +43,7 @@ def about_tokenizer(bos: int | None, eos: int | None) -> About:
 
 
 def copy_beside(folder: Any, about: About, target: Path, *, fields: bool) -> None:
-    """Copies the tokenizer's files from `folder` into `target`, and writes `about` there.
+    """Writes the tokenizer's files of `folder`, and `about`, into `target`.
 
     Args:
       folder: a path on this machine or in a bucket, or a GGUF file.

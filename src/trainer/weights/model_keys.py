@@ -58,7 +58,7 @@ _SELDOM = {
 }
 _OF_HEADS = ("head_dim",)
 _SCORES = ("query_pre_attn_scalar", "local_rope_max_timescale")  # they change the results, but not the parameters
-# Maps a key to the keys that have an effect only with certain values of it. They are not compared if it differs.
+# Maps a key to the keys whose effect depends on its value; these are not compared if the key itself differs.
 _BELOW = {
     "rope_type": {name for names in _OF_ROPE.values() for name in names},
     "attention_type": {"sliding_window_size"},
@@ -175,7 +175,7 @@ def check_same_model(
             f"to load it, give: {' '.join(as_words(keys, differing))}"
         )
     unread = ours.keys() - keys.keys() - decided - {MODULES, *_SPARSITY}
-    unread -= {name for name in OF_SOME if config[name] == schema().keys[name].default}  # counts as not read
+    unread -= {name for name in OF_SOME if config[name] == schema().keys[name].default}  # default: not read
     if other and unread:
         raise UserError(
             f"{where} contains parameters of decoder_block={trained}, which does not read "
@@ -201,8 +201,8 @@ def load_model_keys(
 
     If `words` contain checkpoint_is_quantized=false, quantized weights are read as floats.
 
-    Checkpoints do not define the flags of a combination (`COMBINATIONS`), because parameters do not depend on them. The
-    first combination is used, unless `words` set the flags. `say`: see `check_same_model`.
+    Checkpoints do not define the flags that select NNX or Linen, because parameters do not depend on them. The first
+    of `COMBINATIONS` is used, unless `words` set the flags. `say`: see `check_same_model`.
 
     Raises:
       UserError: `keys` contradict each other; a key in `keys` names code to import, and `words` do not set that key; or

@@ -26,7 +26,7 @@ from trainer.weights.open import open_source
 _PRESET = "teacher_overrides={model_name: NAME}"
 _MODULES = "mtp_num_layers"  # the student learns nothing from the teacher's multi-token prediction modules
 _ALWAYS = ("decoder_block", "vocab_size")
-# The keys of the student that the check of the teacher's model uses. Other shared keys require the devices.
+# The student's keys that the check of the teacher's model uses. Checking other shared keys would require the devices.
 _CHECKED = (*FLAGS, "max_target_length", "packing", "batch_invariant")
 
 
@@ -73,7 +73,7 @@ def _keys_of_logits(config: Config) -> dict[str, Any]:
         here["distill_temperature"] = (facts.temperature, config.distill_temperature)
         here["distill_temperature_schedule"] = ("constant", config.distill_temperature_schedule)
     tokens = facts.tokens
-    if facts.whole:  # all logits were saved, so those of any number of tokens can be compared
+    if facts.whole:  # all logits were saved, so any part of the vocabulary can be compared
         tokens = min(config.vocab_size, facts.vocab_size if shared < 0 else shared)
     elif shared >= 0 or config.vocab_size < tokens:
         here["distill_vocab_size"] = (tokens, min(config.vocab_size, shared if shared >= 0 else tokens))

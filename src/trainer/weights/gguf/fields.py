@@ -18,8 +18,8 @@ from trainer.models.huggingface import HuggingFace
 FREQUENCIES, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 FACTORS = (FREQUENCIES, LONG, SHORT)
 _SCALING, _ORIGINAL, _ROTATED = "rope.scaling.", "rope.scaling.original_context_length", "rope.dimension_count"
-# The values of the parameters of RoPE type llama3 that a GGUF file may lack. They are the values of all published
-# models: the high frequency factor is 1.0 in Llama 4, and 4.0 in other models.
+# Parameters of RoPE type llama3 that a GGUF file may lack, with the values in all published models: low frequency
+# factor, high frequency factor (1.0 in Llama 4, 4.0 in other models), original context length.
 _LOW, _HIGH, _ORIGINAL_LLAMA3 = 1.0, (4.0, 1.0), 8192
 _NORM = "blk.0.attn_q_norm.weight"
 _BIASES = "blk.0.attn_q.bias", "blk.0.attn_qkv.bias"

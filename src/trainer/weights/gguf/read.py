@@ -34,7 +34,7 @@ from trainer.weights.huggingface.merged import stored_name
 from trainer.weights.huggingface.read import HuggingFaceSource
 
 _BOS, _END, _ = TOKENS
-_MOST_EXPERTS = 1 << 17  # for all layers together; DeepSeek-V3 has 15 thousand
+_MOST_EXPERTS = 1 << 17  # the maximum number of experts in all layers together; DeepSeek-V3 has 15 thousand
 
 
 class GgufSource(HuggingFaceSource):

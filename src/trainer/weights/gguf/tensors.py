@@ -25,7 +25,8 @@ QUANTIZED = (
     *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0"),
 )
 _STRIP = 1 << 22  # values to dequantize at once
-OF_LATENTS = "self_attn.kv_b_proj.weight"  # maps latents to keys and values; a file stores it as two tensors or as one
+# The matrix that maps latents to keys and values; in GGUF files, it is one tensor or two.
+OF_LATENTS = "self_attn.kv_b_proj.weight"
 MERGED = "self_attn.qkv_proj"
 _LAYER = re.compile(r"model\.layers\.(\{\}|[0-9]+)\.")
 _PERMUTED = tuple(f"self_attn.{name}_proj.{end}" for name in "qk" for end in ("weight", "bias"))
@@ -106,7 +107,7 @@ class GgufTensor(NamedTuple):
         return math.prod(self.shape) // self.block[0] * self.block[1]
 
     def rows(self, first: int, count: int) -> "GgufTensor":
-        """Returns the tensor of `count` rows, starting at row `first`."""
+        """Returns `count` rows, starting at row `first`, as a tensor."""
         each = self.nbytes // self.shape[0]
         return self._replace(shape=(count, *self.shape[1:]), start=self.start + first * each)
 
@@ -190,8 +191,8 @@ def latent_names(name: str) -> tuple[str, str]:
 
 
 def joined_latents(it: Gguf, name: str, layer: int, stored: dict[str, GgufTensor]) -> dict[str, KeysAndValues]:
-    """Removes the two tensors for `name` from `stored`, and returns a dict from the name to the joined tensor. If a
-    tensor is missing, or their numbers of heads or latents differ, returns {} and removes nothing."""
+    """Removes the two tensors for `name` from `stored`, and returns a dict from the name to the joined tensor. If
+    one is missing, or the two differ in the number of heads or latents, returns {} and removes nothing."""
     places = [place.format(layer) for each in latent_names(name) if (place := name_there(it, each))]
     parts = [stored[place] for place in places if place in stored and len(stored[place].shape) == 3]
     if len(parts) < 2 or (parts[0].shape[:2] != (parts[1].shape[0], parts[1].shape[2])):
@@ -202,9 +203,9 @@ def joined_latents(it: Gguf, name: str, layer: int, stored: dict[str, GgufTensor
 
 
 def cut_latents(value: np.ndarray, name: str, keys: int, values: int) -> np.ndarray:
-    """Returns the keys or the values of `value`, the tensor `OF_LATENTS`. `name`: one of the two `latent_names`.
+    """Returns one of the two GGUF tensors that `value`, a tensor `OF_LATENTS`, is split into.
 
-    `keys`, `values`: the sizes of a head's key and value.
+    `name`: the one to return, from `latent_names`. `keys`, `values`: the sizes of a head's key and value.
     """
     heads = value.reshape(-1, keys + values, value.shape[-1])
     return heads[:, keys:] if "v_b" in name else heads[:, :keys].swapaxes(1, 2)

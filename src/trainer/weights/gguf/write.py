@@ -33,7 +33,7 @@ from trainer.weights.huggingface.read import head_to_reorder, layouts_of, tensor
 from trainer.weights.model_keys import check_same_model
 
 _TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-# The values of the key general.file_type, by the type of most of a file's values.
+# Maps the type of most weights in a file to the name of the file's type (general.file_type).
 _FILE_TYPES = {"F32": "ALL_F32", **{it: f"MOSTLY_{it}" for it in ("F16", "BF16", "Q8_0", "Q4_0", "Q4_1")}}
 _TABLES = ("token_embd.weight", "output.weight")  # stored in 8 bits if other matrices use 4 bits, as llama.cpp does
 _ROUTER = "ffn_gate_inp.weight"

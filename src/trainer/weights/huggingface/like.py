@@ -59,7 +59,7 @@ class Like:
                 f"like={path}: another text model: it has {', '.join(theirs) or 'none of the following'}; the weights "
                 f"have {', '.join(given) or 'none of these'}"
             )
-        self._table = source.leaves(config, shapes)[_TABLE].dtype  # also compares names and shapes
+        self._table = source.leaves(config, shapes)[_TABLE].dtype  # `leaves` also checks the tensors' names and shapes
         self.path, self._text, self._about = source.path, source.text, source.about
         more = {
             name: tensor

@@ -1,7 +1,7 @@
 """Quantized matrices in Hugging Face folders: several tensors store one `PackedMatrix`.
 
-The tensors of a module's matrix [out, in] depend on `Scheme.layout`. A word is an int32 that contains 32 / bits
-integers.
+The tensors of a module's matrix [out, in] depend on `Scheme.layout`. A word is an int32 with 32 / bits integers,
+which are neighbors along an axis, by default the last.
 
 | layout | codes | scales | zero points |
 |---|---|---|---|

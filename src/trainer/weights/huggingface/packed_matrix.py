@@ -138,7 +138,7 @@ class PackedMatrix(NamedTuple):
         if self.groups is None:
             return None
         found = self.groups.read((slice(0, self.shape[1]),))
-        if (found == -1).all():  # compressed-tensors: groups are in order
+        if (found == -1).all():  # in compressed-tensors, -1 means: groups are in order
             return None
         count = self.scales.shape[1]
         if found.min() < 0 or found.max() >= count:

@@ -9,8 +9,8 @@ from trainer.models.huggingface import transposed
 from trainer.weights.huggingface.safetensors_file import StoredTensor
 
 WORD = 32  # bits
-# The position in an AWQ word of each of eight consecutive integers; AWQ's kernels unpack the integers in pairs. The
-# inverse permutation is 0 2 4 6 1 3 5 7.
+# The position in an AWQ word of each of eight consecutive integers, because AWQ's GPU kernels unpack integers in pairs.
+# The inverse permutation is 0 2 4 6 1 3 5 7.
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 

@@ -44,7 +44,7 @@ def stored_keys(config: Config, matrices: Mapping[str, Sequence[Any]], others: S
         return {}
     kinds, blocks = {it.kind_of_codes for it in packed}, {_block(it) for it in packed} - {None}
     block = blocks.pop() if blocks else None
-    # A matrix with one scale per output fits, too, if a block has one output and at least all inputs of the matrix.
+    # A matrix with one scale per output also fits a block of one output that spans all inputs of the matrix.
     fits = all(_block(it) or (block[1] == 1 and it.shape[1] <= block[0]) for it in packed) if block else True
     asymmetric = any(it.has_zeros for it in packed)
     alike = len(kinds) == 1 and not blocks and fits and all(it.in_order for it in packed)

@@ -100,7 +100,7 @@ class HuggingFaceSource:
         self._dropped = (
             f"{hf.mtp.field}={config[hf.mtp.field]}" if config.get(hf.mtp.field) and not self.modules else ""
         )
-        self._float_keys = {**keys, MODULES: self.modules}  # config.json keeps the number when modules are dropped
+        self._float_keys = {**keys, MODULES: self.modules}  # counted: config.json may declare modules that are missing
 
     @functools.cached_property
     def keys(self) -> Mapping[str, Any]:
@@ -156,7 +156,7 @@ class HuggingFaceSource:
         layouts, merged = layouts_of(config, places, declared), declared.merged
         layers = config.base_num_decoder_layers
         count = config.num_experts if any(it.of_experts for it in layouts.values()) else 1
-        if layers * count > len(self._tensors):  # checked first, because that many names would be generated below
+        if layers * count > len(self._tensors):  # checked now, because layers * count names are generated below
             experts = f" and {count} experts" if count > 1 else ""
             raise UserError(
                 f"{self.path}: {len(self._tensors)} tensors, too few for num_hidden_layers={layers}{experts}"

@@ -39,8 +39,8 @@ class TextModel(NamedTuple):
       config: the config.json that the text model would have if it were saved alone.
       tensors: the text model's tensors, by their names in the directory.
       others: all other tensors, by name.
-      prefixes: maps each prefix of tensor names in a text model that is saved alone to the prefix in its place in the
-        names of `tensors`.
+      prefixes: a dict from each prefix of tensor names in a text model that is saved alone to the prefix that replaces
+        it in this directory.
     """
 
     outer: Outer

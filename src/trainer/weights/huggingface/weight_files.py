@@ -11,7 +11,7 @@ from trainer.weights.huggingface.safetensors_file import StoredTensor, stored_te
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PEFT_WEIGHTS = "adapter_model.safetensors"  # PEFT's adapter, which may be in its base's folder
-BUFFER = "rotary_emb.inv_freq"  # in old folders; it can be computed from config.json
+BUFFER = "rotary_emb.inv_freq"  # a buffer in old folders that can be computed from config.json
 _FORMS = ("*.safetensors", "pytorch_model*.bin")  # files that may contain weights
 _MOST = 20  # the maximum number of lines in a message, and of names in a line
 _STRIP = 1 << 25  # bytes to compare at once

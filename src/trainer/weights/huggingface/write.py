@@ -110,8 +110,8 @@ class _Target(NamedTuple):
     merged: Merged | None
 
     def files(self, tensor: str) -> Tensors:
-        """Returns a dict from the name of each tensor in the files that represents this target to its shape and dtype.
-        `tensor`: the target's name."""
+        """Returns the shapes and dtypes of the tensors that represent this target in the files, by name. `tensor`: the
+        target's name."""
         if self.scheme is None:
             return {tensor: (self.shape, self.dtype)}
         out, into = self.shape
@@ -154,8 +154,7 @@ def _plan(
 
 
 def _by_parameters(plan: Mapping[str, _Target]) -> dict[tuple[str, ...], list[str]]:
-    """Returns a dict from the canonical names of the parameters in a tensor to the names of all tensors with these
-    parameters."""
+    """Groups the tensors of `plan` by their parameters: returns tensor names, by tuples of canonical names."""
     found = dict[tuple[str, ...], list[str]]()
     for tensor, it in plan.items():
         found.setdefault(it.names, []).append(tensor)
@@ -171,7 +170,7 @@ def _stream(
     part: int,
     tick: Tick,
 ) -> Iterator[tuple[np.ndarray, ...]]:
-    """Yields the part of each tensor that the parameter `name` forms, layer by layer: (value,) or, if the parameter is
+    """Yields the parameter's part of each tensor that contains it, layer by layer: (value,) or, if the parameter is
     quantized, (codes, scales)."""
     layout, stacked = target.layouts[part], target.where is not None
     if name in kernels:

@@ -4,7 +4,7 @@ A MaxText run has the tree in checkpoints/N/items and, next to it, _CHECKPOINT_M
 the data. In the tree, the parameters are under params/params. MaxText's NNX model writes them at the root instead, each
 as {"value": array}. The following differences from our checkpoints are converted (docs/guides/weights.md):
 - scanned layers are stacked on axis 1 or, with param_scan_axis=0, on axis 0; other layers are in decoder/layers_0, ...,
-  and layers after the last complete repetition of a pattern are in decoder/layers_remainder/layers_0, ...;
+  and layers after the last complete repetition of the layer pattern are in decoder/layers_remainder/layers_0, ...;
 - some blocks fold the factor on scores into the query kernel, unless `use_qk_norm` is set (`MaxText.scaled_queries`),
   store other parameters multiplied or shifted (`MaxText.stored`), or name layers differently (`MaxText.names`);
 - some blocks join parameters in one tensor (`MaxText.joined`), which is read once for each parameter;

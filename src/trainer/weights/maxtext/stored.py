@@ -114,7 +114,7 @@ def _window(config: Config, name: str, where: Place, shapes: Shapes) -> Window |
 
 
 def left_over(where: Place) -> bool:
-    """Returns whether the layers follow the complete repetitions of a pattern. MaxText does not stack such layers."""
+    """Returns whether layers follow the last complete repetition of the layer pattern. MaxText never stacks these."""
     return where.stack == REMAINDER
 
 

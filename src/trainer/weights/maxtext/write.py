@@ -32,7 +32,7 @@ _COMMITTED = "commit_success.txt"
 
 
 def write_maxtext(folder: Path, config: Config, leaves: Mapping[str, Leaf], dtype: str | None, scan: bool) -> None:
-    """Writes `leaves` to `folder`/0/items, one tensor of MaxText after the other. `folder` must exist and be empty.
+    """Writes `leaves` to `folder`/0/items, one MaxText tensor after the other. `folder` must exist and be empty.
 
     Args:
       config: the resolved configuration, which determines the RoPE pairing.
