@@ -146,8 +146,8 @@ def _about(checkpoint: Any) -> Any:
 
 
 def _export_adapters(source: str, out: Path, options: dict[str, str], words: list[str]) -> None:
-    """Writes only the adapters. The keys of the model that they adapt come from the run or, for a PEFT folder, from the
-    base model."""
+    """Writes only the adapters. The adapted model's configuration keys come from the run or, for a PEFT folder, from
+    the base model."""
     from trainer.weights.about_files import copy_beside
     from trainer.weights.model_keys import as_words, check_words, model_config
     from trainer.weights.open import open_adapters, open_source, weight_shapes

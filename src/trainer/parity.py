@@ -108,7 +108,7 @@ def _number(word: str, text: str) -> float:
 
 
 def _record(words: Sequence[str], options: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Writes a record of the left side."""
+    """Records the program of the left side in a file."""
     left, *rights = load_sides(words, os.environ)
     if rights and {"right"}.intersection(word.partition("=")[0].partition(".")[0] for word in words):
         raise UserError("record: only the left side is recorded; leave out the arguments for the right side")

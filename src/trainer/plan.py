@@ -35,7 +35,7 @@ _SEARCH = "search."
 _NOT_SEARCHED = (
     *("compile_topology", "compile_topology_num_slices", "model_name", "load_parameters_path", "load_full_state_path"),
     *("global_parameter_scale", "run_name", "base_output_directory", "hardware"),
-    "logical_axis_rules",  # config.load merges given rules with the defaults; a searched value would replace all rules
+    "logical_axis_rules",  # config.load merges given rules with the defaults, but a search would not
 )
 
 

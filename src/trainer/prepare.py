@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _loaded(words: Sequence[str]) -> tuple[Loaded, Kind]:
-    """Returns the loaded configuration, and the kind of the command that trains on its rows.
+    """Returns the loaded configuration, and the kind of training command that will read the prepared rows.
 
     Raises:
       UserError: the configuration has no rows to prepare.

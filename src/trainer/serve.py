@@ -19,7 +19,7 @@ from trainer.runtime.cluster import find_cluster
 from trainer.runtime.platforms import add_threads_for_simulated_devices, leave_out_absent_tpu
 
 _OWN = {"adapters": (), "weights": WEIGHTS}
-# Chunked prefill, so that long prompts do not delay other requests, and the default temperature of OpenAI's API.
+# Chunked prefill keeps long prompts from delaying other requests. The temperature is the default of OpenAI's API.
 _DEFAULTS = {"use_chunked_prefill": "true", "decode_sampling_temperature": "1"}
 HELP = """\
 usage: python -m trainer.serve FROM [adapters=PATH,PATH] [weights=raw|ema] [key=value ...]

@@ -100,8 +100,8 @@ def own_run(config: Config) -> tuple[Mapping[str, Any], Any] | None:
     """Returns a pair for the run that this command continues: its keys, and its newest checkpoint. Returns None for a
     new run.
 
-    If run_name is not set, the result is also None if the initial model can be read: the command then takes the keys
-    from the model and the data, as for a new run.
+    Without run_name, also returns None if the initial model can be read: the configuration keys then come from the
+    model and the data, as for a new run.
     """
     if not config.run_name and not config.load_parameters_path:
         return None

@@ -294,7 +294,7 @@ def _train(loaded: Loaded, kind: Kind, run, dataset, prompt, run_dir, timeline, 
     with contextlib.ExitStack() as stack:
         manager = None
         if run.config.enable_checkpointing:
-            from_first(run_dir.check)  # must precede the manager, which removes interrupted saves
+            from_first(run_dir.check)  # must run before the manager removes interrupted saves
             manager = CheckpointManager(run_dir.folder, run.config, console.say, run_dir.check)
             stack.enter_context(manager)
         resumes = manager is not None and manager.latest is not None

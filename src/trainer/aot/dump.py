@@ -70,7 +70,7 @@ def uncached() -> Iterator[None]:
     option = "jax_enable_compilation_cache"
     before = getattr(jax.config, option)  # missing in the stubs
     jax.config.update(option, False)
-    compilation_cache.reset_cache()  # needed because JAX reads the option only once
+    compilation_cache.reset_cache()  # makes JAX read the option again
     try:
         yield
     finally:

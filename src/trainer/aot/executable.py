@@ -54,7 +54,7 @@ def origin_of(config: Config, devices: Sequence[jax.Device], args: Any) -> Origi
     compiler = {"libtpu": metadata.version("libtpu")} if first.platform == "tpu" else {}
     keys = [
         *step_keys(),
-        *(["steps"] if config.enable_diloco else []),  # DiLoCo synchronizes its islands in the last step
+        *(["steps"] if config.enable_diloco else []),  # the last step synchronizes DiLoCo's islands
         *(["decode_sampling_temperature"] if config.use_grpo else []),
         *(["sft_train_on_completion_only"] if config.use_dpo else []),
     ]
@@ -84,7 +84,7 @@ def save(path: Path, compiled: Any, origin: Origin) -> None:
     The file appears at `path` only when it is complete.
 
     Raises:
-      UserError: the path cannot be written, or XLA would confuse the arrays of the loaded step.
+      UserError: the path cannot be written, or XLA may load the step incorrectly (see `is_mixed_up`).
     """
     from jax.experimental import serialize_executable
 
@@ -162,7 +162,7 @@ def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]
     for group, values in here.items():
         old = there.get(group, {})
         if group == "arguments" and lines:
-            break  # the differences found so far explain differences of arguments
+            break  # arguments differ because of the differences found so far
         changed = [name for name in {**old, **values} if old.get(name) != values.get(name)]
         for name in changed[:8]:
             what = name if group == "configuration" else f"{group.rstrip('s')} {name}"

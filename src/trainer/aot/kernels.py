@@ -28,7 +28,7 @@ _OUT_OF_VMEM = re.compile(
 
 
 class KernelCost(NamedTuple):
-    """The cost of one call. `bytes`: bytes read and written; None means one access per operand and result."""
+    """The cost of one call. `bytes`: bytes read and written; if None, each operand and result is accessed once."""
 
     flops: float
     transcendentals: float
@@ -101,8 +101,8 @@ def _splash(products: int, suffix: str, resident: int = 2, keys_resident: bool =
         block_q, block_kv = (blocks.get(f"block_{side}{suffix}", length) for side in ("q", "kv"))
         keys = _length_and_width(key, "k", call)[0]
         rows, columns, shares = length // block_q, keys // block_kv, keys // length
-        # The grid's width is the largest number of blocks that any row of score blocks visits. A sliding window reduces
-        # this number.
+        # The grid's width is the maximum number of blocks that the kernel visits in a row of blocks. A sliding window
+        # reduces it.
         grid = operands[0].dims if operands[0].dtype[0] in "su" else (rows, columns)
         steps = grid[-2] * shares if keys_resident else grid[-1]
         visited = heads * _visited(rows * shares, columns, block_q, block_kv, steps, keys_resident) / shares

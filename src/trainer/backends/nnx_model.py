@@ -89,7 +89,7 @@ def canonical(path: Path, param_paths: set[Path]) -> Path:
 
 
 def axes_of_params(params: nnx.State, leading: Callable[[str], Sequence[str]]) -> dict:
-    """Returns the logical axis names of each array in a model's Params, with the tree structure of params.
+    """Returns nested dicts like params, with the logical axis names of each array.
 
     `leading`: a function from a parameter's name to the names of its leading axes, for parameters without axis names.
     """

@@ -22,7 +22,8 @@ def make_model(config: Config) -> Model:
     """Returns the model for a resolved configuration.
 
     Raises:
-      UserError: a block has unsupported state, or one of the model family's rules for products matches no parameter.
+      UserError: a block has no parameters or unsupported variables, or one of the model family's rules for products
+        matches no parameter.
     """
     module, _, name = MODELS[combination(config)].partition(":")
     model: Model = getattr(importlib.import_module(module), name)(config)

@@ -95,8 +95,9 @@ def calibrate(
       say: called with a progress message for each layer, and with a note if experts received no tokens.
 
     Raises:
-      UserError: the family defines the product of a chosen kernel, no kernel is chosen, the model uses weight sparsity
-        or a custom Linen block, every token is padding, or the hidden states need more than half of the host's memory.
+      UserError: the model family has its own product for a chosen kernel, no kernel is chosen, the model uses weight
+        sparsity or a custom Linen block, every token is padding, or the hidden states need more than half of the
+        host's memory.
     """
     _check(config, chosen)
     contexts, hidden = texts = _embedded(config, batches, read)
@@ -149,7 +150,7 @@ class _Texts(NamedTuple):
 
 
 def _embedded(config: Config, batches: Iterable[Mapping[str, Any]], read: Read) -> _Texts:
-    """Returns the context of each batch and, as the batch's hidden states, the input of the first layer.
+    """Returns the context of each batch, and its hidden states before the first layer.
 
     Raises:
       UserError: every token is padding, or the hidden states before and after a layer need more than half of the

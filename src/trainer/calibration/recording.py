@@ -107,8 +107,8 @@ class Recorder:
 
 @dataclass(frozen=True)
 class _Score:
-    """A `Score` that records the routing that it returns, so that `_Grouped` can determine which rows of the experts
-    are padding."""
+    """A `Score` that records the routing that it returns, so that `_Grouped` can determine which rows of the experts'
+    inputs are padding."""
 
     recorder: Recorder
     score: Any

@@ -57,7 +57,7 @@ class ChatEncoder(Encoder):
 
     @property
     def whole(self) -> bool:
-        return False  # the first token is not a target, and special tokens have no bytes of text
+        return False  # no target covers the first token, and special tokens count as 0 bytes
 
     @property
     def identity(self) -> dict[str, Any]:

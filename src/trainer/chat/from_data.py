@@ -162,8 +162,8 @@ def _opened(config: Config) -> tuple[Sequence[Corpus], Tokenizer]:
 def _lengths(
     config: Config, tokenizer: Tokenizer, columns: tuple[str, ...]
 ) -> tuple[str, Callable[[Sequence[Record]], Iterator[int]]]:
-    """Returns the word for a record in messages, such as "prompt", and a function that yields the number of tokens of
-    each record."""
+    """Returns what a progress message calls a record, such as "prompt", and a function that yields the number of tokens
+    of each record."""
     if has_rollouts(config):
         from trainer.chat.encoder import Prompts, prompt_of
 

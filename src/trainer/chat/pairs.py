@@ -201,8 +201,8 @@ def _parts(pair: Pair) -> "list[_Part]":
 
 
 class _Part(NamedTuple):
-    """One sequence of a pair: its tokens, a mask of the trained tokens, and each token's index before truncation, all
-    [n]."""
+    """One sequence of a pair: its tokens, a mask of the trained tokens, and the tokens' indices before truncation. Each
+    array is [n]."""
 
     ids: np.ndarray
     learnt: np.ndarray

@@ -39,7 +39,7 @@ _WIDE_FILTERS = ("center", "indent", "batch", "slice", "wordwrap")
 _WIDE_METHODS = ("ljust", "rjust", "center", "zfill", "expandtabs", "to_bytes")
 _WIDE = rf"\d{{{FORMAT_DIGITS + 1}}}"
 _WIDE_PERCENT = re.compile(rf"%(\(\w*\))?[-+ #0]*(\*|{_WIDE}|\d*\.(\*|{_WIDE}))")
-_WIDE_FIELD = re.compile(rf"\{{|{_WIDE}")  # found in the format spec of a field that may be too wide
+_WIDE_FIELD = re.compile(rf"\{{|{_WIDE}")  # in a format spec: a nested field, or a width with too many digits
 
 
 class _Budget(threading.local):
@@ -232,7 +232,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.made(len(form) + fields * (10**FORMAT_DIGITS + _weight(given)))
 
     def _guarded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        passed = hasattr(function, "jinja_pass_arg")  # whether Jinja passes it an environment or a context first
+        passed = hasattr(function, "jinja_pass_arg")  # whether Jinja adds an environment or a context
 
         @functools.wraps(function)
         def guarded(*args: Any, **kwargs: Any) -> Any:

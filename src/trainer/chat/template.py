@@ -87,7 +87,7 @@ class _Namespace(jinja2.utils.Namespace):
         super().__setitem__(name, value)
 
     def __repr__(self) -> str:
-        return "<Namespace>"  # the contents can be large
+        return "<Namespace>"  # without the contents, which can be large
 
 
 def _check_name(name: Any) -> None:

@@ -50,8 +50,8 @@ _COMMON = (
     "hf_eval_split",
     "hf_eval_files",
 )
-# Keys that are not in `_IDLE`, because they affect a comparison. (override_model_config has no effect in any command,
-# which is reported elsewhere.)
+# Keys that are not in `_IDLE`, because they affect a comparison. An exception is override_model_config: no command uses
+# it, and another message says so.
 _USED = {
     "model_name",
     "record_internal_nn_metrics",
@@ -178,8 +178,8 @@ def _check_common(sides: Sequence[Side], rows: int, built: Sequence[Program]) ->
 
 
 def _activation_rows(left: Reference, built: Sequence[Program]) -> int:
-    """Returns the number of rows whose activations are compared: the least common multiple of the rows of all sides'
-    microbatches. If the left side is a record, the record must contain the activations of this number of rows."""
+    """Returns the number of rows whose activations are compared: the least common multiple of all sides' microbatch
+    sizes. If the left side is a record, it must contain the activations of exactly this number of rows."""
     needed = math.lcm(left.microbatch, *map(microbatch_rows, built))
     if left.recorded and needed != left.microbatch:
         raise UserError(

@@ -31,7 +31,7 @@ Say = Callable[[str], None]
 Build = Callable[[Config, Sequence[jax.Device]], Run]
 Step = Callable[[Program, Snapshot, Batch, Shared], Measured]
 
-# Labels of the rows of a run's banner that also apply to a comparison.
+# Labels of the lines of a run's banner that a comparison prints, too.
 _HEAD = ("devices", "model", "attention", "dtype", "batch", "data")
 
 

@@ -45,7 +45,7 @@ def main() -> None:
     line. Replies to each line on standard output (a socket): with the `repr` of the result or, if an exception is
     raised, with ! and the exception's name."""
     given = json.loads(sys.argv[1])
-    os.setsid()  # otherwise, kill(0, ...) would reach the old process group, even its hidden processes
+    os.setsid()  # otherwise, kill(0, ...) would signal the parent's process group, even if it is invisible here
     calls, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     null = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):

@@ -1,7 +1,7 @@
-"""Serves several adapters with one base model: concatenates their ranks into a single adapter.
+"""Serves several adapters with one base model: concatenates them into a single adapter.
 
-The product with an adapter is a sum over its ranks. Each row of a batch can therefore use a different adapter: the
-field `ranks` of `trainer.products.context.Context` selects the ranks of that adapter.
+The product with an adapter of rank r is a sum of r terms, called ranks here. Each row of a batch can use a different
+adapter: the field `ranks` of `trainer.products.context.Context` selects the ranks of that adapter.
 """
 
 import math

@@ -11,7 +11,7 @@ from trainer.config.errors import UserError
 from trainer.ops.losses import cross_entropy
 
 LIKELIEST = 20  # the number of most likely tokens to return with log-probabilities
-_TILE = 64  # for how many tokens of a row the logits are in memory at once
+_TILE = 64  # the number of tokens of a row whose logits are in memory at once
 
 
 class Asked(NamedTuple):
@@ -120,14 +120,14 @@ def adjusted(logits_bv: jax.Array, it: Controls, used_b: jax.Array) -> jax.Array
 
 
 def counted(it: Controls, drawn_b: jax.Array, used_b: jax.Array) -> Controls:
-    """Returns the controls `it` with new `counts`, which include the drawn tokens `drawn_b` of the sequences in use
-    (`used_b`)."""
+    """Returns the controls `it` with the drawn tokens `drawn_b` added to `counts`, except for sequences that are not in
+    use (`used_b`)."""
     rows = jnp.arange(len(drawn_b))
     return it._replace(counts=it.counts.at[rows, drawn_b].add(used_b.astype(jnp.int32)))
 
 
 def scores(logits_ntv: jax.Array, targets_nt: jax.Array) -> Scores:
-    """Returns the `Scores` of the targets; its arrays have the leading axes [n, t] instead of [n]."""
+    """Returns the `Scores` of n rows of t targets: its arrays begin with the axes [n, t] instead of [n]."""
     nll, log_z = cross_entropy(logits_ntv, targets_nt)
     top, tokens = jax.lax.top_k(logits_ntv.astype(jnp.float32), min(LIKELIEST, logits_ntv.shape[-1]))
     return Scores(-nll, tokens, top - log_z[..., None])

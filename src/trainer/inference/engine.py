@@ -102,7 +102,7 @@ class Engine:
 
     @functools.cached_property
     def rows(self) -> Rows:
-        """Makes rows of prompts for `prefill` and `prefill_concat`."""
+        """Converts prompts to rows for `prefill` and `prefill_concat`."""
         multiples = (QUERIES, TILE) if self.config.batch_invariant else (1, 1)
         return Rows(self.max_prefill_length, self.config.vocab_size, *multiples)
 
@@ -143,8 +143,8 @@ class Engine:
         Args:
           padded_tokens: int32 [t], the prompt; with `existing_prefix`, the prompt's next part.
           true_length: the number of tokens before the padding.
-          existing_prefix: the prefix that `prefill`, with `room`, returned for the earlier part of the prompt; its
-            cache is donated.
+          existing_prefix: the `Prefix` of the call, with `room`, for the preceding part of the prompt; its cache is
+            donated.
           num_samples: the number of sequences that continue the prompt, each with different random numbers.
           sampling, seed: see `Sampling` and `sampling_key` in `trainer.inference.sampling`; default: the keys
             decode_sampling_*.
@@ -187,8 +187,8 @@ class Engine:
     def prefill_multisampling(
         self, params: Any, padded_tokens: jax.Array | np.ndarray, true_length: int, num_samples: int, **how: Any
     ) -> tuple[Prefix, Result]:
-        """Runs `prefill` for `num_samples` sequences. The sequences get the same tokens as separate requests with the
-        same random keys."""
+        """Runs `prefill` for `num_samples` sequences. Each sequence gets the tokens that a separate request with the
+        same random key would get."""
         return self.prefill(params, padded_tokens, true_length, num_samples=num_samples, **how)
 
     def prefill_concat(

@@ -58,14 +58,14 @@ class MaxEngine(Engine):
     @classmethod
     def of(cls, path: str, words: Sequence[str] = (), **how: Any) -> "MaxEngine":
         """Returns an engine for the checkpoint at `path`, which is a run, a Hugging Face directory, or the output of
-        trainer.export. The model's keys come from the checkpoint.
+        trainer.export. The configuration keys of the model come from the checkpoint.
 
         Args:
-          words: further keys, as KEY=VALUE arguments of a command line.
+          words: further configuration keys, as KEY=VALUE arguments of a command line.
           how: further arguments of the constructor.
 
         Raises:
-          UserError: the checkpoint does not contain the model's keys, or `words` contradict them.
+          UserError: the checkpoint does not contain the configuration keys of the model, or `words` contradict them.
         """
         return cls(of_checkpoint(path, words)[0].config, **how)
 

@@ -21,7 +21,7 @@ def engine_of_run(run: Any, slots: int, **own: Any) -> Engine:
 
     Args:
       slots: the number of slots, which is rounded up to a multiple of the number of devices that share the slots.
-      own: keys that override the run's configuration.
+      own: configuration keys that override the run's configuration.
 
     Raises:
       UserError: the model cannot generate text, or the mesh does not allow batch_invariant.

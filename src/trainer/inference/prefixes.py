@@ -41,8 +41,8 @@ class PrefixCache:
 
         The prefix may have cache entries of tokens after the shared ones. Later writes replace these entries before any
         token attends to them. In a ring cache, however, these entries may have replaced those of shared tokens, so a
-        prefix longer than the ring is used only if all its tokens are shared. State without a position axis counts as a
-        ring of length 0.
+        prefix longer than the ring is used only if all its tokens are shared. Recurrent state, which has no position
+        axis, counts as a ring of length 0.
 
         `of`: the adapter and the owner of the request. Only prefixes that were stored with an equal `of` are used.
         """

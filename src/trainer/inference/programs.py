@@ -115,8 +115,8 @@ class Programs:
     def _together(self, x_b: jax.Array, parts: int = 1) -> jax.Array:
         """Returns `x_b` [b, ...] as rows of one token, [b, 1, ...].
 
-        With `batch_invariant`, returns padded rows [parts, t, ...] instead, where t is a multiple of QUERIES. The bits
-        of a token's result do not depend on which multiple t is.
+        With `batch_invariant`, returns rows of t tokens instead, [parts, t, ...], padded so that t is a multiple of
+        QUERIES. Then the bits of a token's result do not depend on t.
         """
         if not self.config.batch_invariant:
             return x_b[:, None]

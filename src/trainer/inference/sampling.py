@@ -152,8 +152,8 @@ def _first_of_largest(values_bn: jax.Array, tokens: jax.Array) -> jax.Array:
 def _kept_of_candidates(
     ranked_bn: jax.Array, logits_bv: jax.Array, top_k_b: jax.Array, nucleus_p_b: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns which of the n most likely tokens are kept, bool [b, n], and whether no other token is kept: bool [b].
-    `ranked_bn`: the largest logits of `logits_bv`, in descending order."""
+    """Returns which of the n most likely tokens are kept, bool [b, n], and whether no token besides these n is kept:
+    bool [b]. `ranked_bn`: the n largest logits of each row of `logits_bv`, in descending order."""
     top_k, nucleus_p = top_k_b[:, None], nucleus_p_b[:, None]
     kept = (top_k == 0) | (jnp.arange(ranked_bn.shape[-1]) < top_k)
     largest = ranked_bn.max(axis=-1, keepdims=True)  # with a slice of ranked_bn, XLA would sort the whole vocabulary

@@ -71,7 +71,7 @@ class _Prompt:
 
 @dataclass
 class _Step:
-    """A result that has not been read yet, and the request of each token, by the token's index in the result."""
+    """A result that has not been read yet, and its requests, by the index of their token in the result."""
 
     result: Result
     owners: dict[int, _Request] = field(default_factory=dict)

@@ -123,7 +123,7 @@ def serve(
             "prompt; generate "
             "with ici_fsdp_parallelism=1 ici_data_parallelism=-1"
         )
-    parts = row_parts(mesh, rules)  # can exceed the number in training, where devices may share a row
+    parts = row_parts(mesh, rules)  # more than in training if devices share rows there
     slots = round(config.per_device_batch_size * mesh.size)
     slots = math.ceil(min(slots, slots if sequences is None else sequences) / parts) * parts
     ranks = None
@@ -149,8 +149,8 @@ def decoding_loop(config: Config, platform: str) -> bool:
     """Returns whether prefill and decode steps roll the loop over layers. A rolled loop reads stacked weights; an
     unrolled loop reads separate arrays for each layer (`inference.weights`).
     docs/decisions/0027-weights-of-decoding.md has the measurements."""
-    # On a TPU, a rolled loop copies the weights for the experts' kernel, so the loop is unrolled, except with MLA,
-    # where unrolling needs large temporaries.
+    # On a TPU, a rolled loop copies experts' weights before the kernel that multiplies by them. So models with experts
+    # have an unrolled loop, except with MLA, where unrolling needs large temporaries.
     copied = config.num_experts > 1 and config.attention_type != "mla"
     unrolled = platform == "cpu" or (platform == "tpu" and copied)
     # With batch_invariant, results must have the same bits as in training, so the loop must be the same.

@@ -110,8 +110,8 @@ def _needed(engine: Engine) -> list[tuple[str, list[int], Asked]]:
     sizes, needed = sorted({min(size, chunk) for size in engine.rows.buckets}), []
     for first, size in enumerate(sizes):  # prompts of different sizes begin with different tokens, so share no prefix
         needed.append((f"prompts of up to {size} tokens", [first] * size, NOTHING))
-        # A prompt with `size` tokens after a complete chunk or, with prefix caching, after one cached token: the first
-        # token of the previous prompt.
+        # A prompt with `size` tokens after a complete chunk or, with prefix caching, after one token, which is cached
+        # because the previous prompt begins with it.
         before = 1 if engine.config.enable_prefix_caching else chunk
         if before + size <= longest:
             prompt = [first] * before + [first + 1] * size

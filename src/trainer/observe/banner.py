@@ -172,7 +172,7 @@ def devices_text(config: Config, device_kind: str, platform: str, process_count:
 
 
 def mesh_text(config: Config) -> str:
-    """Returns a description of the mesh axes larger than 1, and of how slices split these axes."""
+    """Returns the sizes of the mesh axes larger than 1, and over how many slices each axis extends, as a text."""
 
     def product(sizes: dict[str, int]) -> str:
         return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)

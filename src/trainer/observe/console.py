@@ -25,7 +25,7 @@ from trainer.observe.lines import (
 )
 from trainer.observe.text import Field, clock, fit, rate, short_time
 
-_MANY = 0.5  # a warning is printed if at least this share of the updates is lost
+_MANY = 0.5  # warns if an update leaves at least this share of the parameters unchanged
 LINES = 25  # the number of step lines that remain on a terminal
 _STYLES = {"bold": "1", "dim": "2", "green": "32", "yellow": "33"}
 

@@ -46,7 +46,7 @@ class EventsWriter(AppendedFile):
                 self._append(Event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def write(self, row: Mapping[str, float | str]) -> None:
-        """Appends an event with the numbers of `row`. Its tags are the keys. Raises UserError if the disk is full."""
+        """Appends an event with the numbers of `row`, whose keys are the tags. Raises UserError if the disk is full."""
         from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.proto.summary_pb2 import Summary
 

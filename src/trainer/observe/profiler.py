@@ -63,7 +63,7 @@ class Profiler:
         import jax
 
         first, self._inside = self._first, False
-        self._first += self._period  # the period -1 leads to a step in the past, so no trace follows
+        self._first += self._period  # with period -1, this is a past step, so no trace follows
         if not self._traces:
             return
         jax.profiler.stop_trace()

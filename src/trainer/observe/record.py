@@ -77,7 +77,7 @@ class Record:
             self._evaluations = [newest, *([min(best)] if best else [])]
 
     def is_loss(self, field: str) -> bool:
-        """Returns whether `field` equals the loss in every row, as does a term that is the only one in the loss."""
+        """Returns whether `field` equals the loss in every row. It does if it is the only term of the loss."""
         counts = [self.series[name].count if name in self.series else 0 for name in (field, "loss")]
         return counts[0] == counts[1] and field not in self._unlike_loss
 

@@ -48,7 +48,7 @@ _SECTIONS = {
 }
 # Fields without a line chart: the summary or the histogram shows them, or they repeat another field in another unit.
 _NOT_DRAWN = ("step", "tokens", "tokens_seen", "step_time", "eval_tokens", "eval_time", "eval_perplexity", TASKS_TIME)
-_OF_SCORES = ("_stderr", "/samples")  # suffixes of fields that accompany the task scores TASK/METRIC
+_OF_SCORES = ("_stderr", "/samples")  # suffixes of fields that accompany the scores TASK/METRIC; not charted
 # Prefixes of the fields that exist for each parameter. A stacked parameter's field is a list, with one number per
 # layer.
 _PERIODIC = ("grad_norm/", "param_norm/", "update_ratio/")  # written if `parameter_metrics_period` is set

@@ -256,7 +256,7 @@ def _without_checkpoints(config_yml: str) -> bool:
 
 def _numbered_file(name: str, number: int) -> str:
     first, slash, rest = name.partition("/")
-    if slash:  # the folder gets the number, because TensorBoard shows each folder as a run
+    if slash:  # the number is added to the subfolder, which TensorBoard shows as a run
         return f"{first}-{number}/{rest}"
     stem, _, ending = name.rpartition(".")
     return f"{stem}-{number}.{ending}"

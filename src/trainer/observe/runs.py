@@ -124,8 +124,8 @@ def _in_use(path: Any, say: Callable[[str], None]) -> bool:
 
 
 def runs_to_resume(base_output_directory: str, run_name: str) -> list[Any]:
-    """Returns the folders of runs that a command with these keys may resume, the newest first. If `run_name` is given,
-    returns only its folder, which need not exist.
+    """Returns the folders of the unfinished numbered runs, which a command without a run_name may resume, the newest
+    first. If `run_name` is given, returns only its folder, which need not exist.
 
     Raises:
       UserError: the name is outside `base_output_directory`.
@@ -170,8 +170,8 @@ def _taken(path: Any, say: Callable[[str], None]) -> RunDir | None:
 
 def _unfinished(base: Any, config_yml: str, say: Callable[[str], None]) -> RunDir | None:
     for _, path in sorted(_numbers(base), reverse=True):
-        # Checks the run before taking its lease, because the lease of a run that does not fit would lock out a process
-        # that resumes that run. Checks again under the lease, because the run may have changed.
+        # Checks the run before taking its lease: even if the run does not fit, taking its lease would lock out another
+        # process that resumes it. Checks again under the lease, because the run may have changed.
         if _fits(path, config_yml) and (run := _taken(path, say)):
             if _fits(path, config_yml):
                 if (path / CONFIG_FILE).exists():

@@ -186,8 +186,8 @@ def losers(search: Search, space: Space) -> Iterator[tuple[str, str]]:
 
 
 def _has(changes: Changes, choice: Changes, choices: Sequence[Changes]) -> bool:
-    """Returns whether a point, given by its `changes`, has the choice `choice` of a dimension, that is, whether both
-    have equal values of all keys that occur in the dimension's `choices`."""
+    """Returns whether a point's settings `changes`, restricted to the keys that a dimension's `choices` set, equal
+    `choice`."""
     keys = {key for other in choices for key in other}
     return {key: value for key, value in changes.items() if key in keys} == dict(choice)
 

@@ -228,7 +228,7 @@ class Bounds:
 
 
 def _key(config: Config, without: Sequence[str]) -> bytes:
-    """Returns a digest of `config` without the keys `without`. As a cache key, the text itself would take 14 kB."""
+    """Returns a digest of `config` without the keys `without`, as a short cache key (the configuration has 14 kB)."""
     text = repr([item for item in sorted(config.items()) if item[0] not in without])
     return hashlib.sha256(text.encode()).digest()
 
@@ -243,7 +243,7 @@ def _matmuls(config: Config, **values: Any) -> int:
 
 
 def _reads_rows_differently(config: Config) -> bool:
-    """Returns whether a step does not simply run one forward pass of `max_target_length` tokens for each row."""
+    """Returns False if a step runs exactly one forward pass of `max_target_length` tokens for each row, else True."""
     return bool(config.use_dpo or has_rollouts(config))
 
 

@@ -50,7 +50,7 @@ def _surroundings() -> list[Any]:
 
 
 class Journal:
-    """The rows of a file by key. A row is a dict with `key` as its first item.
+    """The rows of a journal file, by `program_key`. A row is a dict with this digest, `key`, as its first item.
 
     If several rows have the same key, the last one counts.
     """

@@ -176,8 +176,7 @@ class Search:
         self.counts.refused += points
 
     def _worth(self, family: Family, index: int) -> str | None:
-        """Returns the key of a point's program; None if the point is refused, too large, or worse than the best
-        point."""
+        """Returns a point's `program_key`; None if the point is refused, too large, or worse than the best point."""
         changes = family.points[index]
         try:
             config = Config(self._checks.resolved(changes))

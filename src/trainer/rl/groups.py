@@ -91,7 +91,7 @@ def packed(
     arrays = {name: np.zeros((rows, length), np.int32) for name in names}
     floats = {name: np.zeros((rows, length), np.float32) for name in ("old_log_probs", *values)}
     segments = [0] * rows
-    # The rollouts are processed in the order of their positions, so that segment ids increase along a row.
+    # The rollouts are processed in the order of `at`, so that segment ids increase along a row.
     for i in sorted(range(len(rollouts)), key=lambda i: at[i]):
         rollout, (row, start) = rollouts[i], at[i]
         tokens = np.concatenate([rollout.prompt, rollout.completion])

@@ -58,7 +58,7 @@ class PromptRows:
         return len(self.prompts)
 
     def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns `indices` as int32, under the field name INDEX."""
+        """Returns a batch with one field, INDEX: the `indices` as int32."""
         return {INDEX: indices.astype(np.int32)}
 
 

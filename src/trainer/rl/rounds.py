@@ -115,8 +115,8 @@ class Rounds:
         self._stream.close()
 
     def judged(self, prompts: Sequence[Prompt], texts: Sequence[str], group: int, name: str) -> Judged:
-        """Returns the results of judging the completions `texts`. This implementation only labels all completions as
-        sampled.
+        """Returns the results of judging the completions `texts`. This implementation scores nothing: it only marks all
+        completions as sampled.
 
         Args:
           prompts: the prompt of each completion. A prompt with several completions is repeated: once for each of its
@@ -276,7 +276,7 @@ class Rounds:
         self._files.write(self._done // self.updates, rows)
 
     def _share(self, batch: Batch) -> Batch:
-        """Returns the rows of `batch`, a global batch, that this process loads."""
+        """Returns this process's rows of the global batch `batch`."""
         share = share_of_rows(self._run.batch_shardings["row"], len(batch["row"]))
         each = len(batch["row"]) // share["process_count"]
         here = slice(share["process_index"] * each, (share["process_index"] + 1) * each)

@@ -1,8 +1,8 @@
 """Agreement between the processes of a run.
 
 `is_first` and `lost_process` do not communicate. All processes must call the other functions in the same order, and
-only in the main thread. Except for `gather_later`, do not call the other functions in the training loop, because they
-wait for all processes. In a single-process run, no function communicates.
+only in the main thread. Of these, call only `gather_later` in the training loop, because the others wait for all
+processes. In a single-process run, no function communicates.
 """
 
 import json

@@ -35,7 +35,7 @@ class Copies:
         Raises UserError if the copy does not fit or cannot be written.
         """
         digest = hashlib.sha256((file.content or repr((file.url, file.size, *file.marks.items()))).encode())
-        if file.content is None:  # different contents may have equal marks
+        if file.content is None:  # then `marks` may be equal for different contents
             digest.update(file.ends(_ENDS))
         path = self.folder / digest.hexdigest()[:16] / file.name
         try:

@@ -14,8 +14,8 @@ Folders and buckets have no conditional write in common, so the last process tha
 The owner rereads the file before it first writes to the folder, at each renewal, every log_period updates, before each
 checkpoint and just before the checkpoint's commit. If the file names another process, the rereading process has lost
 the run, and ends. Two processes can act as owners at the same time only if one of them pauses between reading and
-writing the file. This state ends, at the latest, one update after the process that has lost the run next tries to renew
-its lease.
+writing the file. Then the process that has lost the run ends at most one update after its next attempt to renew its
+lease.
 """
 
 import contextlib
@@ -139,7 +139,7 @@ def is_held(folder: Any, say: Callable[[str], None]) -> bool:
     found = _found(file)
     if not found or (me["job"] and me["job"] == found.get("job") and me["start"] > found.get("start", 0)):
         return False
-    pid = found.get("pid")  # if it is this process's id, the container was restarted, and the owner has ended
+    pid = found.get("pid")  # the owner's; if equal to ours, the owner has ended, as after a container's restart
     if found.get("place") == me["place"] and isinstance(pid, int) and (pid == me["pid"] or not lives(pid)):
         return False
     say(f"{folder} belongs to {_said(found)}; waiting up to {_LOST:.0f} s to see whether it still runs")

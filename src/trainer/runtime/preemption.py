@@ -47,10 +47,10 @@ class Preemption:
         All processes get the same result. The call is cheap.
 
         JAX chooses a sync point: one more than the largest step number with which any process has called
-        `reached_preemption_sync_point`. Only the call with exactly this number returns True. Orbax also calls this
-        function when it saves, with the number `updates`, so during training the sync point is `updates + 1`. The first
-        call of `check` passes every number from 1 to `updates + 1`, because a signal that arrived while a resumed run
-        started has the sync point 1.
+        `reached_preemption_sync_point`. That function returns True only if its argument is the sync point. Orbax also
+        calls it when it saves, with the number `updates`, so during training the sync point is `updates + 1`. The first
+        `check` calls it with every number from 1 to `updates + 1`, because the sync point is 1 if a signal arrived
+        while a resumed run started.
         """
         if not self._alone and not self.requested:
             from jax.experimental.multihost_utils import reached_preemption_sync_point

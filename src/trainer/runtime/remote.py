@@ -143,7 +143,7 @@ class RemoteFile:
             except Exception as error:
                 if status_of(error) in (412, 416):
                     self.check()
-                    options.pop("headers", None)  # the file is unchanged, so the server rejects a valid ETag
+                    options.pop("headers", None)  # the file is unchanged: this server rejects even a valid ETag
                 raise
             if len(data) < stop - start:
                 self.check()
@@ -225,7 +225,7 @@ def data_files(pattern: str, copies: Copies) -> list[Any]:
     urls = _matching(pattern)
     with ThreadPoolExecutor(_TOGETHER) as pool:
         found = pool.map(lambda url: _of_info(url, urls[url], copies) or _found(url, copies), urls)
-        return sorted(found, key=lambda file: file.url.split("/"))  # the order in which paths are sorted
+        return sorted(found, key=lambda file: file.url.split("/"))  # as pathlib sorts paths
 
 
 def _matching(pattern: str) -> dict[str, Mapping[str, Any]]:

@@ -33,8 +33,8 @@ def program() -> dict[str, str]:
     """Returns the properties of the installation that must be equal in all processes of a run, for `check_same`.
 
     The result is a dict from a title to a text with one property per line. The properties are the versions of packages,
-    of Python and of the devices' compiler, and the digests of source files. Bytecode and the kind of installation make
-    no difference, because the source files themselves are read.
+    of Python and of the devices' compiler, and the digests of the trainer's source files. Bytecode and the kind of
+    installation make no difference, because the source files themselves are read.
     """
     import jax
 

@@ -1,4 +1,4 @@
-"""Access control of a server, by tokens or by host names."""
+"""Access control of a server, by access tokens or by host names."""
 
 import hashlib
 import hmac
@@ -26,7 +26,7 @@ def is_local(host: str) -> bool:
 
 
 def read_tokens(path: str, host: str) -> list[str]:
-    """Returns the tokens in the file `path`, one per line; if `path` is empty, those in TRAINER_SERVE_TOKEN.
+    """Returns the access tokens in the file `path` or, if `path` is empty, in TRAINER_SERVE_TOKEN; one per line.
 
     Raises:
       UserError: the file cannot be read or is empty, a token is invalid, or there is no token but other machines can
@@ -54,20 +54,20 @@ def read_tokens(path: str, host: str) -> list[str]:
 
 
 class Access:
-    """Decides from its headers whether a request is allowed."""
+    """Decides whether a request is allowed, from the request's headers."""
 
     def __init__(self, tokens: Sequence[str]):
         self._digests = [_digest(token.encode()) for token in tokens]
 
     def owner(self, authorization: str | None, host: str | None) -> str:
-        """Returns an identifier of a request's token; "" if the server has no tokens.
+        """Returns an identifier of a request's access token; "" if the server has no access tokens.
 
         Args:
           authorization, host: the request's headers of these names.
 
         Raises:
-          ApiError: 401 without a valid token; 403 if the server has no tokens and `host` is not local: a web page may
-            have sent such a request (DNS rebinding).
+          ApiError: 401 without a valid token; 403 if the server has no tokens and `host` is not local, because a web
+            page may have sent such a request (DNS rebinding).
         """
         if not self._digests:
             name = re.sub(r":\d*$", "", host or "").strip("[]")
@@ -76,7 +76,7 @@ class Access:
             return ""
         scheme, _, token = (authorization or "").partition(" ")
         digest = _digest(token.strip().encode(errors="replace"))
-        # The digest is compared with the digest of each token, in constant time.
+        # Compares with the digest of each valid token, in constant time.
         same = [hmac.compare_digest(digest, known) for known in self._digests]
         if scheme.lower() != "bearer" or not any(same):
             raise ApiError(

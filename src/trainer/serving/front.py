@@ -86,7 +86,7 @@ class Generation:
         return self.prompts[choice // self.query.n]
 
     def begin(self, numbers: list[int]) -> None:
-        """Stores the scheduler's request number of each choice."""
+        """Stores the number that the scheduler gave each choice."""
         self._numbers = numbers
 
     def take(self, choice: int, event: Event) -> bool:
@@ -217,7 +217,7 @@ class Front:
         """Cancels those choices of `generation` that are still running, and removes `generation` from the requests in
         progress.
 
-        `numbers`: the scheduler's request numbers of the choices.
+        `numbers`: the numbers that the scheduler gave the choices.
         """
         for number in numbers:
             if self._running.pop(number, None):

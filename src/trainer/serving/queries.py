@@ -119,8 +119,8 @@ class Query:
 
     Attributes:
       prompts: the prompts, each a text or a list of tokens. A chat has one prompt: the list of its messages.
-      max_tokens: the requested maximum number of generated tokens. A request for which this number does not fit after
-        the prompt is refused. None: the request sets no maximum, and `most` applies.
+      max_tokens: the requested maximum number of generated tokens. The request is refused if that many do not fit
+        after the prompt. None: the request sets no maximum, and `most` applies.
       most: the default maximum for requests without max_tokens, lowered if fewer tokens fit; None: as many tokens as
         fit.
       likeliest: the number of most likely tokens that are returned, with their log-probabilities, for each position;

@@ -53,7 +53,7 @@ class Reply:
             await self._json(answer.whole(parts), 200, {}, scope, receive, send)
             return
         async for part in generation.parts():
-            if not self._started:  # sent this late, so that an earlier error can set the status
+            if not self._started:  # not earlier, so that an error before the first part can set the status
                 self._started = True
                 headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
                 await send({"type": "http.response.start", "status": 200, "headers": headers})

@@ -202,7 +202,7 @@ def sharding_of(names: Sequence[str | None], shape: Sequence[int]) -> NamedShard
     if not inside.manual_axes:
         return named_sharding(mesh, names, shape, rules)
     if any(axis in inside.manual_axes for axis in rules.get(MAPPED, ())):
-        return None  # the compiler chooses the sharding: JAX's vmap rule would add the mapped axis, which is manual
+        return None  # no constraint, because JAX's vmap rule would add this manual axis to it
     free = {name: tuple(axis for axis in axes if axis not in inside.manual_axes) for name, axes in rules.items()}
     return named_sharding(inside, names, shape, free)
 
@@ -230,7 +230,7 @@ def shard_mapped(
 
     Raises:
       ValueError: when the returned function is called, if a Variable occurs twice in the arguments, or if a result or
-        an assigned Variable may differ between devices over which its names replicate it.
+        an assigned Variable may differ between devices that have equal copies according to its names.
       UserError: a name has no rule.
     """
     current = current_mesh.get()
@@ -245,7 +245,7 @@ def shard_mapped(
         if not manual:  # to JAX, an empty set means all axes
             return fn
         rules = {name: tuple(axis for axis in axes if axis in manual) for name, axes in rules.items()}
-        manual.update(mapped)  # JAX's vmap rule shards the mapped axis, which is possible only for a manual mesh axis
+        manual.update(mapped)  # JAX's vmap rule shards arrays over these axes, so they must be manual
 
     def specs(names: Any) -> Any:
         return jax.tree.map(lambda axes: spec(axes, rules), names, is_leaf=lambda node: isinstance(node, Axes))

@@ -51,8 +51,8 @@ def reduce_gradient_early(
     """Returns `x` and `matrix`, which the caller multiplies. In the backward pass, the gradient of `matrix` is reduced
     over devices before the gradient of `x` is used.
 
-    Without this function, the compiler stores the unreduced gradient of a matrix at the end of a model throughout the
-    backward pass of all layers. On TPU, if a device has more rows than the matrix has inputs, the matrix is
+    It is for a matrix at the end of a model: without it, the compiler stores the matrix's unreduced gradient throughout
+    the backward pass of all layers. On TPU, if a device has more rows of `x` than the matrix has inputs, the matrix is
     all-gathered before the product. Without this all-gather, libtpu would compute the product in a ring, with two
     copies of the result, which in this case is larger than the matrix.
 

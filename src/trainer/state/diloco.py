@@ -68,7 +68,7 @@ def widened(params: Any) -> Any:
             return leaf
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf.update(dtype=jnp.float32)
-        return jax.lax.optimization_barrier(leaf).astype(jnp.float32)  # or XLA removes a cast to bfloat16 and back
+        return jax.lax.optimization_barrier(leaf).astype(jnp.float32)  # else XLA removes a cast to bfloat16 and back
 
     return jax.tree.map(one, params)
 

@@ -28,7 +28,7 @@ class Fragment:
     """
 
     layers: dict[Path, range]  # the fragment's layers in the stack at each path, as indices of the parameters' axis 0
-    counts: dict[Path, int]  # from each stack's path to its number of layers
+    counts: dict[Path, int]  # the number of layers in the stack at each path
     outside: bool
 
     def part(self, tree: Any, before: int = 0) -> Any:
@@ -140,8 +140,8 @@ def _runs(total: int, number: int) -> list[Callable[[range], range]]:
 
 def _of_stacks(counts: dict[Path, int], choose: Callable[[range], range]) -> dict[Path, range]:
     """Returns a dict from the path of each stack to the layers that `choose` selects in the stack, as indices within
-    the stack. `choose` maps a stack's range of layer numbers, which are consecutive through all stacks, to a part of
-    that range."""
+    the stack. `choose` gets the range of the stack's layer numbers, which are consecutive through all stacks, and
+    returns a part of it."""
     found, first = {}, 0
     for path, count in counts.items():
         chosen = choose(range(first, first + count))

@@ -11,7 +11,7 @@ from trainer.config.keys import Config
 from trainer.state.shardings import Tensor, tensors
 
 HOST = "pinned_host"
-# From each part of a TrainTree that can be offloaded to the configuration key that keeps this part in host memory.
+# For each part of a TrainTree that can be offloaded: the configuration key that keeps this part in host memory.
 KEYS = {"params": "parameter_memory_host_offload", "opt_state": "optimizer_memory_host_offload"}
 _OFFLOADING = (*KEYS.values(), "teacher_memory_host_offload")
 

@@ -22,14 +22,14 @@ _TO_HEADS, _FROM_HEADS = ("query", "key", "value"), "out"
 def pick_spec(leaf: Any, path: Sequence[str] = ()) -> PartitionSpec:
     """Returns the PartitionSpec of one leaf of a state.
 
-    A kernel is sharded along its outputs, and a bias or scale of these outputs likewise. Attention kernels are sharded
-    along the heads.
+    A kernel (a layer's weights) is sharded along its outputs, and a bias or scale of these outputs likewise. The
+    weights of attention are sharded along the heads.
 
     Args:
       leaf: an array, or any object with `ndim`.
       path: the names of the leaf in the state, such as ("attention", "query", "kernel"). Without a path, the result
-        depends only on the rank. It is then wrong for attention kernels, which have the same rank as kernels of 1-D
-        convolutions.
+        depends only on the rank. It is then wrong for the weights of attention, which have the same rank as those of
+        1-D convolutions.
     """
     layer, name = (("", "") + tuple(path))[-2:]
     match leaf.ndim:
@@ -37,7 +37,7 @@ def pick_spec(leaf: Any, path: Sequence[str] = ()) -> PartitionSpec:
             return PartitionSpec()
         case 1:  # bias, scale, running mean
             return PartitionSpec(MODEL)
-        case 2 if name == "bias":  # of the query, key or value projection: [heads, head_dim]
+        case 2 if name == "bias":  # bias of the query, key or value projection: [heads, head_dim]
             return PartitionSpec(MODEL, None)
         case 3 if layer in _TO_HEADS:  # [features, heads, head_dim]
             return PartitionSpec(None, MODEL, None)

@@ -45,8 +45,8 @@ def get_muon_weight_dimension_numbers(source: Any, config: Config | None = None)
         axes; an `nnx.State` of a model or of a whole train state, abstract or not; or Linen's params, variables or
         TrainState, boxed or not.
       config: the model's configuration. Needed only for arrays without logical axes (a canonical dict, or unboxed
-        params such as in this trainer's TrainState), and for parameters without axis names of a user-defined block in a
-        pipeline.
+        params such as in this trainer's TrainState), and for a pipeline with a user-defined block whose parameters have
+        no axis names.
 
     Returns:
       A nested dict with the parameter names of `source`. For a train state, they are nested below `model` or

@@ -94,8 +94,8 @@ def _dividing(plan: Pipeline, before: int, at: tuple[NamedSharding, ...]) -> Cal
 
 
 def _abstract(found: Division, before: int, *parts: Any) -> jax.ShapeDtypeStruct:
-    """Returns the shape and the sharding of a parameter in the form by layer. If a mesh axis does not divide the number
-    of layers, it shards the next axis of the parameter that it divides, so that a device stores no more than in the
+    """Returns the shape and the sharding of a parameter in the form by layer. A mesh axis that does not divide the
+    number of layers shards the parameter's next axis that it does divide, so that a device stores no more than in the
     form by stage."""
     shape = jax.eval_shape(functools.partial(joined, found.plan, before=before), *parts)
     at = getattr(parts[0], "sharding", None)

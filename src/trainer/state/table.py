@@ -12,7 +12,7 @@ from trainer.sharding import axes_of, leading
 
 Row = dict[str, Any]
 COLUMNS = ("name", "axes", "spec", "shape", "per_device_shape", "bytes_per_device", "replicated")
-# From each part of a train state to the name under which the totals count it.
+# For each part of a train state: the name under which the totals count it.
 KINDS = {
     "params": "parameters",
     "opt_state": "optimizer",

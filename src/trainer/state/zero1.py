@@ -10,8 +10,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from trainer.sharding import axes_of, entry
 
 DATA = "data"
-# A dimension that is sharded over these axes is not also sharded over data, because each device multiplies by its
-# shard.
+# The mesh axes of tensor parallelism. A dimension that they shard is not also sharded over data, because each device
+# multiplies by its shard.
 TENSOR_AXES = ("tensor", "tensor_sequence")
 
 

@@ -69,8 +69,8 @@ def _same_tokens(about: About, files: Path, config: Config, tokenizer: Tokenizer
 
 
 def _texts(tokenizer: Tokenizer, tokens: Collection[int]) -> list[Any]:
-    """Returns a pair for each of `tokens` in the vocabulary: the token, and its name (of a special token) or its
-    bytes."""
+    """Returns a pair for each of `tokens` that is in the vocabulary: the token, and its name (of a special token) or
+    its bytes."""
     names = {token: name for name, token in tokenizer.markers.items()}
     known = [token for token in sorted(tokens) if 0 <= token < tokenizer.vocab_size]
     return [(token, names.get(token) or tokenizer.token_bytes(token)) for token in known]

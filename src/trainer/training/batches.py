@@ -29,7 +29,7 @@ class BatchSource(Protocol):
 
     waited: float  # total seconds that calls of `take` have waited so far
     updates: int  # updates come in groups of this number; a run is saved, and ends, only between groups
-    metrics: dict[str, float]  # metrics of the last batch, which are logged in the row of its update
+    metrics: dict[str, float]  # metrics of the last batch, which are logged with its update
 
     def take(self, state: Callable[[], Any], interrupted: Callable[[], bool]) -> tuple[Batch, Position] | None:
         """Returns the next batch, and the position of the data after this batch. The batch has `run.rows` rows, or the

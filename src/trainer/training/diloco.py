@@ -43,7 +43,8 @@ from trainer.training.run import Computation, States
 Batch = Mapping[str, jax.Array]
 Metrics = dict[str, dict[str, jax.Array]]
 
-ISLANDS, OUTER = "islands", "outer"  # keys of a step's metrics: of each island [islands, ...], of the synchronization
+# The two groups of a step's metrics: those of the islands, each [islands, ...], and those of the synchronization.
+ISLANDS, OUTER = "islands", "outer"
 # How to combine the islands' values of a metric. For a metric that is not listed, floats are averaged; integers are
 # flags, and their maximum is taken.
 _COMBINED: dict[str, Callable[..., Any]] = {
@@ -205,7 +206,7 @@ def _outer_step(config: Config, fragment: Fragment, shardings: Any, old: Average
     def moved(param: jax.Array, of_islands: jax.Array) -> jax.Array:
         if param.dtype != of_islands.dtype:  # rounding at the last synchronization must not count as movement
             kind = jnp.finfo(of_islands.dtype)
-            # This is not a cast, because XLA may remove a cast followed by its inverse.
+            # reduce_precision instead of a cast, because XLA may remove a cast followed by its inverse.
             param = jax.lax.reduce_precision(param, kind.nexp, kind.nmant)
         return param.astype(jnp.float32) - of_islands.astype(jnp.float32)
 
@@ -247,7 +248,7 @@ def _take(fragment: Fragment | None, alpha: float, old: Averaged) -> Averaged:
 
 
 def _unchanged(step: Callable[..., Any], old: Averaged) -> tuple[Averaged, Any]:
-    """Returns `old`, and zeros with the shapes of the metrics of `step`."""
+    """Returns `old`, and zeros in place of the metrics of `step`."""
     _, found = jax.eval_shape(step, old)
     return old, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), found)
 

@@ -78,8 +78,7 @@ def _on_host(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def _copied(abstract: Any, params: Any) -> Any:
-    """Returns a tree like `params`, with a copy of each leaf for which `abstract` has a leaf, and None for the
-    others."""
+    """Returns a copy of `params`, with None in place of each leaf that is None in `abstract`."""
     at = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     kept = jax.tree.map(
         lambda like, leaf: None if like is None else leaf, abstract, params, is_leaf=lambda like: like is None

@@ -370,8 +370,8 @@ class _Reader:
         self._waited_before = self._waited
 
     def push(self, step: int, metrics: Any, of_batch: Mapping[str, float], waited: float) -> None:
-        """Stores `metrics` of the step that was just dispatched and `of_batch`, the metrics of its batch. Reports the
-        previous step.
+        """Stores the metrics of the step that was just dispatched (`metrics`) and of its batch (`of_batch`). Reports
+        the previous step.
 
         `waited`: total seconds that the loop has waited for batches so far.
         """

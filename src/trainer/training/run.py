@@ -45,7 +45,10 @@ class States(NamedTuple):
 
 
 class Computation(NamedTuple):
-    """The functions of a run's steps, over canonical train states. All except `read` are for use under jit."""
+    """The functions of a run's steps, which operate on canonical train states, and the shardings of their metrics.
+
+    All functions except `read` are for use under jit.
+    """
 
     update: Callable[..., Any]  # (tree, batch, frozen) -> (tree, metrics); see `make_update`
     trained: Callable[[Any], tuple[Any, Any]]  # train state -> the (params, rest) for evaluation and sampling

@@ -188,9 +188,9 @@ def _new(run: Run, say: Say, given: Collection[str]) -> Start:
 
 
 def _weights(run: Run, load: Callable[[Config, Any], Any]) -> tuple[Any, Any]:
-    """Returns the weights that `load(config, wanted)` returns as one tree, split into (params, rest).
+    """Splits the tree of weights that `load(config, wanted)` returns into (params, rest).
 
-    `load` gets a configuration without a pipeline, and the tree to load as shapes with shardings.
+    `config` has no pipeline; `wanted` is the tree to load, as shapes with shardings.
     """
     rest = run.states.one.rest
     wanted = joined(_abstract(run).params, rest)

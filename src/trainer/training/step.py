@@ -1,4 +1,4 @@
-"""One training step, in data-flow order. It operates on TrainTree, so that all combinations of flags share it."""
+"""One training step. It operates on the canonical train state (`TrainTree`), so NNX and Linen models share it."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -98,7 +98,7 @@ def _parts(config: Config, rows: int) -> int:
 
 
 def _mean(total: jax.Array, weight: jax.Array) -> jax.Array:
-    """Returns a term of the loss: the sum of its parts, each divided by its weight (`objectives.Sums`)."""
+    """Returns the term `total` / `weight`; if these have several parts, the sum of the parts' quotients."""
     parts = total / weight.astype(jnp.float32)
     return jnp.sum(parts) if parts.ndim else parts
 
