@@ -56,9 +56,9 @@ def convolution(i: Instruction, left: Shape, right: Shape) -> float:
 def groups(fusion: Instruction) -> int:
     """Returns the number of groups of a grouped product (`jax.lax.ragged_dot`) on a TPU; 1 for other fusions.
 
-    In the HLO text, the fusion multiplies every row by the matrix of every group, and masks the results. The kernel
-    that actually runs visits, for each group, only the row tiles that contain the group's rows (docs/experiments.md,
-    2026-11-29).
+    In the HLO text, the fusion multiplies every row by the matrix of every group, and masks the results. On
+    the device, the kernel processes for each group only the row tiles that contain rows of this group
+    (docs/experiments.md, 2026-11-29).
     """
     found = _GROUPS.search(fusion.text)
     return int(found[1]) if found else 1

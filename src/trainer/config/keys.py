@@ -9,8 +9,8 @@ from ml_collections import FrozenConfigDict
 
 
 class Values(dict[str, Any]):
-    """A configuration that is not frozen: a dict whose keys are also attributes. Creating a ConfigDict would take 5 ms,
-    because it lists all names of its class for each key."""
+    """A configuration that is not frozen: a dict whose keys are also attributes. A ConfigDict takes 5 ms to create,
+    because for each key it lists all attributes of its class (`dir`)."""
 
     __setattr__ = dict.__setitem__
 

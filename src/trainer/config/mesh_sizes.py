@@ -11,7 +11,7 @@ from trainer.config.words import counted
 
 
 def fill_mesh(values: Config, device_count: int, num_slices: int | None) -> list[str]:
-    """Replaces each axis size -1 in `values` so that the mesh uses all devices of each slice and all slices. Returns
+    """Replaces each axis size -1 in `values` so that the mesh uses all slices and all devices of each slice. Returns
     errors.
 
     `num_slices` is None for devices without slices, such as CPUs. In that case, the number of slices is the product of

@@ -237,9 +237,10 @@ def _slot(queue: jax.Array, i: Any) -> jax.Array:
 
 
 def _exchange(queue: jax.Array, i: Any, value: jax.Array, here: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns `_slot(queue, i)`, and the updated queue: in this slot, each entry has moved one stage towards the first
-    stage, and the last stage has its entry of `value` [S, ...]. That entry reaches the first stage and is returned
-    S x slots iterations later.
+    """Returns `_slot(queue, i)`, and the updated queue.
+
+    The update moves each entry of this slot one stage towards the first stage, and puts the last stage's entry of
+    `value` [S, ...] at the last stage. That entry reaches the first stage and is returned S x slots iterations later.
 
     `here`: the numbers of the stages, [S, 1, ...].
     """

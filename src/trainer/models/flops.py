@@ -97,9 +97,9 @@ def visible_keys(config: Config) -> float:
 def forward_flops_per_token(config: Config, keys: float | None = None) -> float:
     """Returns the FLOPs of the forward pass for one token in a row of `config.max_target_length` tokens.
 
-    `keys`: the mean number of keys for which a query's scores are computed. None: the result of `visible_keys`,
-    with which the function counts model FLOPs. To count the FLOPs of an attention kernel that also computes
-    masked scores, pass a larger number; for attention=dot_product, the length of the row.
+    `keys`: the mean number of keys for which a query's scores are computed. None: the result of `visible_keys`; the
+    return value then counts model FLOPs. To count the FLOPs of an attention kernel that also computes masked scores,
+    pass a larger number; for attention=dot_product, the length of the row.
     """
     widths = 2 * config.head_dim
     if is_latent(config):

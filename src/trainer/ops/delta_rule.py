@@ -59,8 +59,8 @@ def gated_delta_rule(
       at_br: int, at least 0, the indices of the tokens after which the memory is returned; None: only the last token.
 
     Returns:
-      The results, [b, t, h, v], and the memory [b, h, k, v] after the last token or [b, r, h, k, v] after each token in
-      `at_br`.
+      The results, [b, t, h, v], and the memory: if `at_br` is None, after the last token, [b, h, k, v]; otherwise after
+      each token in `at_br`, [b, r, h, k, v].
     """
     tokens = document_bt.shape[1]
     size = min(chunk, tokens)

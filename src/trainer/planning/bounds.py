@@ -385,9 +385,8 @@ def _source(jaxpr: Any, var: Any) -> tuple[Any, bool, bool]:
     """Returns the source of `var`, whether the source or a copy of the source has a checkpoint name, and whether a
     matrix product computes the source.
 
-    The source is the variable of which `var` is a copy that was only reshaped, cast or moved. It is returned as a
-    tuple: first the ids of the calls that contain this variable, from the outermost call to the innermost, then the
-    variable.
+    `var` is a copy of its source: the same values, only reshaped, cast or moved. The source is returned as a tuple:
+    first the ids of the calls that contain this variable, from the outermost call to the innermost, then the variable.
     """
     named, outer = False, list[Any]()
     while not isinstance(var, Literal):

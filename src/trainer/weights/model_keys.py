@@ -49,8 +49,8 @@ _OF_ROPE = {
 # The keys of the feed-forward layers: an MLP, or experts.
 _OF_MLP, _OF_EXPERTS = ("base_mlp_dim",), ("num_experts", "num_experts_per_tok", "base_moe_mlp_dim")
 _SPARSITY = ("weight_sparsity_n", "weight_sparsity_m")
-# Keys of learned positions, fused projections, dense layers between sparse ones, changed scores, and weight masks, each
-# with its value in models without the feature.
+# The configuration keys of seldom used features, with their values in models without the feature: learned positions,
+# fused projections, dense layers between sparse ones, another scale of attention scores, and weight masks.
 _SELDOM = {
     **{"trainable_position_size": -1, "fused_qkv": False, "interleave_moe_layer_step": 1},
     **{"query_pre_attn_scalar": 0.0, "local_rope_max_timescale": -1},

@@ -44,8 +44,8 @@ def with_model(begun: Begun) -> Loaded:
     keys. Every process must call this before any other function that waits for other processes.
 
     A run with a name and a checkpoint continues from the checkpoint, so it uses the checkpoint's model, and
-    load_parameters_path is not read. A run without a name continues from its checkpoint only if
-    load_parameters_path cannot be read.
+    load_parameters_path is not read. A command without run_name reads load_parameters_path; only
+    if that is not possible does it use the checkpoint of a run that started from the same path.
 
     Quantized weights are trained as floats, so keys for their storage are omitted.
 

@@ -104,7 +104,8 @@ def other_epsilon(said: Callable[..., Any]) -> bool:
 
 
 def fields(said: Mapping[str, Any]) -> dict[str, Any]:
-    """See `Gguf.fields`. In files from before April 2025, key_length and value_length are the sizes of a head."""
+    """See `Gguf.fields`. Files from before April 2025 store key_length_mla and value_length_mla, the sizes of a head,
+    as key_length and value_length."""
     rope, groups = said.get("qk_rope_head_dim") or 0, said.get("n_group") or 1
     return {
         "num_key_value_heads": said.get("num_attention_heads"),
@@ -200,7 +201,7 @@ _V3 = HuggingFace(
     gguf=GGUF._replace(when=lambda said: said(SCORE) == SIGMOID_THERE and not other_epsilon(said)),
 )
 
-# With this preset, MaxText's block routes as in DeepSeek-V3. The other keys override all sizes of the preset.
+# With this preset, MaxText's block routes as in DeepSeek-V3. Its sizes are overridden by the keys that we write.
 _AS_V3 = {"model_name": "deepseek3-671b", "override_model_config": True}
 
 

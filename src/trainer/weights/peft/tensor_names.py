@@ -82,7 +82,7 @@ class Tables:
       base: the layouts of parameters other than adapters.
       adapters: the names of a and b, by the canonical name of the matrix.
       experts: the number of experts.
-      merged: see `HuggingFace.merged`. The layouts have the names of parts, not of merged tensors.
+      merged: see `HuggingFace.merged`. `layouts` names the parts of a merged tensor as separate tensors.
     """
 
     def __init__(self, config: Config):
