@@ -29,9 +29,8 @@ def cudnn_attention(
     The kernel applies the causal mask and the window by index in the row, not by the positions of `mask`: query i and
     key i must be the same token, and positions must grow by one along a segment. If `mask.documents` is given and the
     kernel can address the documents, the documents define the segments, and the results of padding tokens are
-    undefined, but finite. Otherwise, the segments become a bias on the scores: b t s bfloat16 numbers (128 MB per row
-    of 8192 tokens), in the forward and in the backward pass. All heads share one bias, so it has 1 / h of the score
-    matrix's entries, and the compiler may share it between layers.
+    undefined, but finite. Otherwise, the segments become a bias on the scores, which all heads share: b t s bfloat16
+    numbers (128 MB per row of 8192 tokens), in the forward and in the backward pass.
 
     The residuals have the checkpoint name "context" (`jax.ad_checkpoint.checkpoint_name`), so the forward kernel is not
     rerun if the rematerialization policy saves "context". `implementation="xla"` computes the same function on any
