@@ -39,7 +39,7 @@ LIMITS = {
     "unit/linen": 48,
     "unit/models": 240,
     "unit/objectives": 112,
-    "unit/ops": 225,  # 204 of them with the gated delta rule
+    "unit/ops": 225,  # it makes 204 since the gated delta rule was added
     "unit/optim": 88,
     "unit/products": 360,
     "unit/serving": 28,

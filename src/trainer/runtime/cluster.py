@@ -88,11 +88,9 @@ def _mpi(environ: Mapping[str, str]) -> Cluster | None:
 
 def _tpu(environ: Mapping[str, str]) -> Cluster | None:
     hosts = environ.get("TPU_PROCESS_ADDRESSES") or environ.get("TPU_WORKER_HOSTNAMES") or ""
-    [slices] = (
-        _numbers(environ, ["MEGASCALE_NUM_SLICES"], "MEGASCALE_NUM_SLICES")
-        if environ.get("MEGASCALE_NUM_SLICES")
-        else [1]
-    )
+    slices = 1
+    if environ.get("MEGASCALE_NUM_SLICES"):
+        [slices] = _numbers(environ, ["MEGASCALE_NUM_SLICES"], "MEGASCALE_NUM_SLICES")
     if "," in hosts or slices > 1:
         return Cluster("the TPU's environment", None)
     # A Compute Engine TPU VM does not set these variables; JAX queries its metadata server.
