@@ -4,7 +4,7 @@ Each of these search spaces has at least 60 points, which are configurations of 
 limit on compilations; then every point that it did not compile is compiled, too. No point that fits may be better than
 the plan's winner, whether the plan compiled the point or its bounds excluded the point. The memory of some points must
 equal that of a separate train_compile. Results are kept in FOLDER/SPACE.jsonl, so the script can be interrupted. It
-needs libtpu, and takes some minutes per space.
+needs libtpu, and takes about half an hour per space on two cores.
 """
 
 import argparse
@@ -30,11 +30,12 @@ from trainer.planning.space import default_space
 from trainer.train_compile import compile_for_topology
 
 TINY = (
-    *("base_emb_dim=512", "base_num_query_heads=4", "base_num_kv_heads=4", "head_dim=128", "base_mlp_dim=2048"),
-    *("base_num_decoder_layers=24", "vocab_size=1024", "max_target_length=512", "attention=flash"),
+    *("base_emb_dim=256", "base_num_query_heads=4", "base_num_kv_heads=4", "head_dim=128", "base_mlp_dim=1024"),
+    *("base_num_decoder_layers=24", "vocab_size=1024", "max_target_length=128", "attention=flash"),
     *("dataset_type=synthetic", "eval_interval=-1"),
 )
-ROWS = {"per_device_batch_size": [16, 2048], "num_vocab_tiling": [1]}
+# With so many rows, only some policies and meshes fit into 32 GiB.
+ROWS = {"per_device_batch_size": [2, 8192], "num_vocab_tiling": [1]}
 POLICIES = {"remat_policy": ["none", "minimal", "full"]}
 NO_OFFLOAD = {"optimizer_memory_host_offload": [False], "parameter_memory_host_offload": [False]}
 MEMORY_CHECKED = 2  # points per space whose memory is compared with that of train_compile
@@ -52,46 +53,36 @@ class Question(NamedTuple):
 
 QUESTIONS = {
     "dense": Question(
-        ("compile_topology=v5e-4", "allow_split_physical_axes=true", "ici_pipeline_parallelism=1"),
-        {"remat_policy": ["none", "minimal", "full"], "per_device_batch_size": [16, 2048], "num_vocab_tiling": [1]}
-        | NO_OFFLOAD,
+        ("compile_topology=v4-8", "allow_split_physical_axes=true", "ici_pipeline_parallelism=1"),
+        ROWS | POLICIES | NO_OFFLOAD,
     ),
     "slices": Question(
         (
-            "compile_topology=v5e-4",
+            "compile_topology=v4-8",
             "compile_topology_num_slices=2",
             "ici_pipeline_parallelism=1",
             "ici_context_parallelism=1",
         ),
-        {
-            "dcn_pipeline_parallelism": [1],
-            "dcn_context_parallelism": [1],
-            "remat_policy": ["none", "minimal", "full"],
-            "per_device_batch_size": [16, 2048],
-            "num_vocab_tiling": [1],
-        }
+        {f"dcn_{axis}_parallelism": [1] for axis in ("pipeline", "context", "tensor")}
+        | ROWS
+        | {"remat_policy": ["minimal", "full"]}
         | NO_OFFLOAD,
     ),
     "offload": Question(
         (
-            "compile_topology=v5e-4",
+            "compile_topology=v4-8",
             "ici_pipeline_parallelism=1",
             "ici_context_parallelism=1",
             "ici_tensor_parallelism=1",
         ),
-        {
-            "remat_policy": ["full", "minimal", "minimal_offloaded"],
-            "per_device_batch_size": [16, 2048],
-            "num_vocab_tiling": [1],
-        },
+        {"remat_policy": ["full", "minimal_offloaded"]} | ROWS,
     ),
     "experts": Question(
         (
-            *("compile_topology=v5e-4", "decoder_block=mixtral", "num_experts=8", "base_moe_mlp_dim=512"),
+            *("compile_topology=v4-8", "decoder_block=mixtral", "num_experts=8", "base_moe_mlp_dim=512"),
             *("capacity_factor=1.25", "sparse_matmul=false", "ici_pipeline_parallelism=1", "ici_context_parallelism=1"),
         ),
-        {"remat_policy": ["none", "minimal", "full"], "per_device_batch_size": [16, 2048], "num_vocab_tiling": [1]}
-        | NO_OFFLOAD,
+        ROWS | POLICIES | NO_OFFLOAD,
     ),
 }
 

@@ -249,10 +249,11 @@ class Begun:
             reader.mistakes += data_not_asked_for(config, where, self._changed, base)
         if reader.mistakes:
             raise report(reader.mistakes)
-        other_defaults = _other_defaults(self._yml, files, config, where, self._notes, reader.accepted)
+        theirs = [*reader.accepted, *reader.renamed]
+        other_defaults = _other_defaults(self._yml, files, config, where, self._notes, theirs)
         notes = [*self._notes, *other_defaults]
         notes += described.notes if described else _changes(preset, values)
-        notes += [*growth(values, sized), *verdicts.notes_of(reader.accepted)]
+        notes += [*growth(values, sized), *verdicts.notes_of(reader.accepted), *reader.renamed]
         if notice := removal(config):
             notes.append(notice)
         warnings = [*(line for file in files for line in file.repeated), *_not_known(reader.unknown), *self._not_keys]
@@ -354,11 +355,11 @@ def _other_defaults(
     config: Config,
     where: Mapping[str, str],
     notes: Sequence[str],
-    accepted: Sequence[Any],
+    theirs: Sequence[Any],
 ) -> list[str]:
     """Returns notes on defaults that differ from MaxText's, if the user may expect MaxText's defaults: with MaxText's
     base.yml, with a preset, or with the user's own data. The result is a single line if the user gives neither a yml of
-    MaxText (`notes` is empty) nor a key of MaxText (`accepted` is empty)."""
+    MaxText (`notes` is empty) nor a key or value of MaxText (`theirs` is empty)."""
     base = [file for file in files if file.is_maxtext]
     own = config.model_name != "default" or config.dataset_type in OWN_KEYS
     if not (base or notes or own):
@@ -370,7 +371,7 @@ def _other_defaults(
     begin = [f"{file.path} {used}{base_yml.tables(file.entries)}" for file in base]
     if not differing:
         return begin
-    if not (base or notes or accepted):
+    if not (base or notes or theirs):
         how = _how_to_use_them(yml, files)
         return [f"the defaults that apply differ from MaxText's (docs/from-maxtext.md); for MaxText's, {how}"]
     return [*begin, *differing, f"for MaxText's defaults {_how_to_use_them(yml, files)}"]

@@ -10,7 +10,7 @@ from trainer.config.files import Entry, YmlFile
 from trainer.config.maxtext import base_yml, verdicts
 from trainer.config.rules import merge_rules, read_rules
 from trainer.config.schema import GROUPS, Key, Schema, plain_name
-from trainer.config.values import check, read_node
+from trainer.config.values import check, read_node, read_text
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Reader:
     mistakes: list[str] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)
     accepted: list[verdicts.Accepted] = field(default_factory=list)  # MaxText's keys that have no effect
+    renamed: list[str] = field(default_factory=list)  # a note for each value of MaxText that has another name here
     unknown: list[str] = field(default_factory=list)  # unknown keys of a MaxText base.yml
     _suggested: int = 0
 
@@ -59,7 +60,12 @@ class Reader:
         except ValueError as error:
             problems = [f"{error}; allowed: {key.allowed}"]
         else:
-            if problem := check(key, value):
+            problem = check(key, value)
+            ours, why = verdicts.value_here(name, given) if problem else ("", "")
+            if ours:
+                value = read_text(key, ours)
+                self.renamed.append(f"MaxText's {name}={given} is {ours} here: {why}")
+            elif problem:
                 known = verdicts.why_refused(name, given)
                 hint = f"; {known}" if known else nearest(given, map(str, key.choices))
                 problems = [f"{problem}; allowed: {key.allowed}{hint}"]

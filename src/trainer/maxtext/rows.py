@@ -59,6 +59,10 @@ def verdict_on(name: str, text: str, given: str, variable: str = "") -> Row:
         )
     if shape:
         return Row(given, UNKNOWN, shape, given, f"{shortened(given)} ({where}): {shape}")
+    ours, why = verdicts.value_here(name, text)
+    if ours:
+        equals = given.partition("=")[0]
+        return Row(given, verdicts.RENAMED, f"{name}={ours}: {why}", f"{equals}={ours}")
     reader.setting(name, text, where, functools.partial(read_text, text=text))
     problem = reader.mistakes[0] if reader.mistakes else ""
     said = problem.partition(f" ({where}): ")[2]

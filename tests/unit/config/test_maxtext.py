@@ -56,6 +56,22 @@ def test_maxtexts_other_names_of_presets_are_taken():
     assert loaded.sources["rope_max_timescale"] == "preset qwen3-30b-a3b-base"
 
 
+def test_maxtexts_other_names_of_values_are_taken(tmp_path):
+    for name, values in verdicts.table()["values"].items():
+        for theirs, row in values.items():
+            assert load(["base.yml", f"{name}={row['ours']}"]).config[name] == row["ours"]
+            assert theirs not in schema().keys[name].choices
+    yml = tmp_path / "gpu.yml"
+    yml.write_text("base_config: maxtext.yml\nattention: cudnn_flash_te\n")
+    word = "attention=cudnn_flash_te"
+    environment = {"M_ATTENTION": "cudnn_flash_te"}
+    synthetic = "dataset_type=synthetic"
+    for loaded in (load([str(yml), synthetic]), load([word, synthetic]), load([synthetic], environment=environment)):
+        assert loaded.config.attention == "cudnn_flash_jax"
+        (note,) = (note for note in loaded.notes if "cudnn" in note)
+        assert note.startswith("MaxText's attention=cudnn_flash_te is cudnn_flash_jax here: cuDNN's kernels too")
+
+
 def test_every_group_has_a_verdict_and_says_why():
     for group in GROUPS:
         assert group["verdict"] in (verdicts.RENAMED, verdicts.NEEDLESS, verdicts.NOT_YET, verdicts.NEVER)
@@ -145,6 +161,7 @@ def test_neutral_values_and_harmless_keys_are_one_line_each_kind():
         ("warmup_steps=100", "not supported; instead: warmup_steps_fraction, a share of the schedule"),
         ("use_manual_quantization=true", "not supported yet (only false is accepted); leave it out; "),
         ("quantization=te_fp8_currentscaling", "nanoo_fp8, nf4; TransformerEngine is not used; fp8_gpu"),
+        ("profiler=nsys", 'allowed: "", xplane; profile from outside: nsys profile python -m trainer.train ...'),
         ("mesh_axes=[data]", "instead: ici_* and dcn_* keys"),
         ("save_period=30", "an earlier name in MaxText; write checkpoint_period=30"),
         ("emb_dim=3", "MaxText computes it from base_emb_dim; write base_emb_dim=3"),

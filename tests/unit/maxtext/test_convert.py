@@ -60,6 +60,7 @@ LINES = (
     "model_name=llama3-8b dataset_type=synthetic enable_goodput_recording=False 2>&1 | tee log",
     f"{SYNTHETIC}nonsense=1 stepps=4 base_emb_dim=1.5 warmup_steps_fraction=2 --learning_rate=1 muon_beta=0.9",
     "M_STEPS=9 python3 -m MaxText.train base.yml steps=10 dataset_type=synthetic",
+    f"{SYNTHETIC}model_name=llama3-8b hardware=gpu attention=cudnn_flash_te max_segments_per_seq=32",
     "python3 -m maxtext.inference.decode base.yml model_name=llama2-7b load_parameters_path=$CKPT/0/items "
     "tokenizer_path=$TOK per_device_batch_size=1 max_prefill_predict_length=16 max_target_length=64 "
     "prompt='I love to' decode_sampling_strategy=nucleus decode_sampling_nucleus_p=0.9",
@@ -94,7 +95,7 @@ def test_the_printed_command_does_what_the_original_does(line):
     assert printed.module == program(command.module).runs
     assert printed.yml == "maxtext.yml"
     ours = outcome([printed.yml, *printed.words], printed.environment)
-    renamed = [row for row in made.rows if row.kind == verdicts.RENAMED]
+    renamed = [row for row in made.rows if row.word.partition("=")[0] not in ("", row.given.partition("=")[0])]
     assert made.runs == isinstance(ours, dict)
     if renamed:  # the original is refused, with a message that names the printed key
         refused = "\n".join(theirs)
@@ -242,12 +243,21 @@ def test_keys_of_post_training_have_verdicts(line, kinds):
         ("qkv_proj=device", verdicts.NEEDLESS),
         ("fsdp_shard_on_exp=true", verdicts.NEEDLESS),
         ("model_name=qwen3-8b-base", SAME),
+        ("attention=cudnn_flash_te", verdicts.RENAMED),
+        ("compile_topology=a3", verdicts.RENAMED),
         ("profile_periodically_period=100", SAME),
     ],
 )
 def test_verdicts_agree_with_what_maxtext_does(word, kind):
     (row,) = convert(parse(["base.yml", word, "profiler=xplane"]), TRAIN).rows[:-1]
     assert row.kind == kind
+
+
+def test_values_with_another_name_here_are_replaced():
+    _, made = converted(f"M_ATTENTION=cudnn_flash_te {SYNTHETIC}compile_topology=a3")
+    assert "M_ATTENTION=cudnn_flash_jax" in made.words
+    assert made.words[-1] == "compile_topology=h100-8"
+    assert made.loaded.config.attention == "cudnn_flash_jax"
 
 
 @pytest.mark.parametrize(

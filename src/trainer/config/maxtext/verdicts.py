@@ -108,6 +108,13 @@ def empty_value(name: str) -> Any:
     return table()["empty"][name]
 
 
+def value_here(name: str, value: str) -> tuple[str, str]:
+    """Returns our name of MaxText's `value` of the key `name`, and what it is; ("", "") if `value` has no other name
+    here."""
+    row = table()["values"].get(name, {}).get(value, {})
+    return row.get("ours", ""), row.get("why", "")
+
+
 def why_refused(name: str, value: str) -> str:
     """Returns what to use instead of `value`, which MaxText allows for the key `name` and the trainer does not; "" if
     unknown."""
