@@ -24,7 +24,8 @@ from trainer.config.keys import Config
 from trainer.config.load import load
 from trainer.planning.candidate import FITS, Candidate, kept
 from trainer.planning.compilation import Compiler
-from trainer.planning.journal import Journal
+from trainer.planning.families import Checks
+from trainer.planning.journal import Journal, program_key
 from trainer.planning.search import Search
 from trainer.planning.space import default_space
 from trainer.train_compile import compile_for_topology
@@ -105,13 +106,13 @@ def _check(name: str, question: Question, folder: Path) -> int:
     config, topology, slices = loaded.config, topology_of(loaded.config), loaded.config.compile_topology_num_slices
     space = default_space(config, topology.devices, slices, loaded.changed, question.search)
     journal, devices = Journal(folder / f"{name}.jsonl"), devices_of(topology, slices)
-    search = Search(config, space, devices, journal, _compile_here, limit=space.size)
+    search, checks = Search(config, space, devices, journal, _compile_here, limit=space.size), Checks(config, devices)
     search.run(ends=_print)
     wrong = [] if search.best else ["nothing fits"]
     compiled = {str(sorted(found.changes.items())) for found in search.candidates}
     tried = fitting = 0
     for point in space.points():
-        found = Candidate(dict(point), *_row(search, config, journal, point))
+        found = Candidate(dict(point), *_row(search, checks, journal, point))
         if not found.row:
             continue  # refused
         tried += 1
@@ -133,17 +134,18 @@ def _check(name: str, question: Question, folder: Path) -> int:
 
 
 def _row(
-    search: Search, config: Config, journal: Journal, point: Mapping[str, Any]
+    search: Search, checks: Checks, journal: Journal, point: Mapping[str, Any]
 ) -> tuple[str, int, Mapping[str, Any]]:
     """Returns the outcome of a point, its tokens per update, and its row of the journal. Compiles the point if the
     journal has no row for it. The row is empty if the point is refused."""
     tokens = search.tokens(point)
     try:
-        key = search.key(point)
+        resolved = Config(checks.resolved(point))
     except UserError:
         return "", tokens, {}
+    key = program_key(resolved)
     if key not in journal.rows:
-        journal.add({"key": key, "changes": dict(point), **_compile_here(Config({**config, **point}))})
+        journal.add({"key": key, "changes": dict(point), **_compile_here(Config({**search.config, **point}))})
     return journal.rows[key]["outcome"], tokens, journal.rows[key]
 
 
