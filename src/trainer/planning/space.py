@@ -118,7 +118,9 @@ def _meshes(
     config: Config, devices: int, slices: int, fixed: Collection[str], search: dict[str, Sequence[Any]]
 ) -> tuple[Changes, ...]:
     axes = [axis for axis in VARIED if axis not in UNUSED_AXES and (axis != "expert" or has_experts(config))]
-    inside, between = _sizes(config, ICI, axes, devices, fixed), _sizes(config, DCN, axes, slices, fixed)
+    of = {"ici": counted(devices, "device"), "dcn": counted(slices, "slice")}
+    inside = _sizes(config, ICI, axes, devices, fixed, of["ici"])
+    between = _sizes(config, DCN, axes, slices, fixed, of["dcn"])
     found = []
     for own, others in itertools.product(inside, between):
         mesh = {ICI[axis]: own[axis] for axis in axes} | {DCN[axis]: others[axis] for axis in axes}
@@ -128,8 +130,7 @@ def _meshes(
             wanted = search.pop(key)
             found = [mesh for mesh in found if mesh.get(key, config[key]) in wanted]
             if not found:
-                where = f"{devices} devices" if key in ICI.values() else counted(slices, "slice")
-                raise UserError(f"search.{key}={','.join(map(str, wanted))}: no mesh of {where} has such a size")
+                raise UserError(f"search.{key}={','.join(map(str, wanted))}: no mesh of {of[key[:3]]} has such a size")
     return tuple(found)
 
 
@@ -147,16 +148,17 @@ def _with_more(
 
 
 def _sizes(
-    config: Config, keys: Mapping[str, str], axes: Sequence[str], count: int, fixed: Collection[str]
+    config: Config, keys: Mapping[str, str], axes: Sequence[str], count: int, fixed: Collection[str], of: str
 ) -> list[dict[str, int]]:
-    """Returns all choices of sizes for `axes` such that the product over all mesh axes is `count`."""
+    """Returns all choices of sizes for `axes` such that the product over all mesh axes is `count`. `of`: `count` in
+    words."""
     others = math.prod(config[key] for axis, key in keys.items() if axis not in axes and config[key] != -1)
     given = {axis: config[keys[axis]] for axis in axes if keys[axis] in fixed}
     left, rest = divmod(count, others * math.prod(given.values()))
     free = [axis for axis in axes if axis not in given]
     if rest or (left > 1 and not free):
         shown = " ".join(f"{keys[axis]}={size}" for axis, size in given.items())
-        raise UserError(f"{shown or 'the other mesh axes'}: no mesh of {count} has these sizes")
+        raise UserError(f"{shown or 'the other mesh axes'}: no mesh of {of} has these sizes")
     return [given | dict(zip(free, sizes, strict=True)) for sizes in _factorizations(left, len(free))]
 
 

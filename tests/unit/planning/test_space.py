@@ -62,7 +62,7 @@ def test_keys_of_the_command_keep_their_values():
     assert not any(key in point for point in points for key in ("remat_policy", "num_vocab_tiling"))
     assert {point.get("ici_tensor_parallelism", 2) for point in points} == {2}
     assert {point.get("per_device_batch_size", 2) for point in points} == {2}
-    with pytest.raises(UserError, match="ici_tensor_parallelism=3: no mesh of 8 has these sizes"):
+    with pytest.raises(UserError, match="ici_tensor_parallelism=3: no mesh of 8 devices has these sizes"):
         space_of(fixed=("ici_tensor_parallelism",), ici_tensor_parallelism=3)
 
 
