@@ -205,7 +205,7 @@ def attention(what: Variant, sizes: Sizes) -> tuple[list[jax.Array], Mask, Calla
     position, segment = (
         jnp.broadcast_to(x, (rows, length)) for x in (token % size, jnp.where(real, token // size + 1, 0))
     )
-    settings = {"window": sizes.window * what.window, "soft_cap": what.soft_cap}
+    settings: dict[str, Any] = {"window": sizes.window * what.window, "soft_cap": what.soft_cap}
 
     def of(op: str, mask: Mask) -> Callable[..., jax.Array]:
         def call(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None = None) -> jax.Array:

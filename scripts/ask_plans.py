@@ -1,10 +1,10 @@
 """Asks `trainer.plan` random questions, with the real compiler: `python scripts/ask_plans.py --questions 20 --seed 0`.
 
-Each question searches random keys of a tiny model, for random TPUs or GPUs and with a random objective. It must end with an
-answer, with the verdict that nothing fits (exit code 3), or with one error message (exit code 2). For each answer, a
-separate train_compile of the printed settings must need as much memory as the plan printed, and the printed command
-must start with --dry-run on simulated devices. The script needs libtpu and JAX's plugin for CUDA, and about
-a minute per question on two cores.
+Each question searches random keys of a tiny model, for random TPUs or GPUs and with a random objective. It must end
+with an answer, with the verdict that nothing fits (exit code 3), or with one error message (exit code 2). For each
+answer, a separate train_compile of the printed settings must need as much memory as the plan printed, and the printed
+command must start with --dry-run on simulated devices. The script needs libtpu and JAX's plugin for CUDA, and about a
+minute per question on two cores.
 """
 
 import argparse
@@ -84,7 +84,7 @@ def question(seed: int) -> list[str]:
 def ask(words: Sequence[str], folder: Path) -> tuple[str, list[str]]:
     """Returns what the plan answers, in words, and the mistakes in it."""
     named = {word.partition("=")[0] for word in words}
-    tiny = [word for word in (*TINY, LAYERS) if word.partition("=")[0] not in named]
+    tiny: Any = [word for word in (*TINY, LAYERS) if word.partition("=")[0] not in named]
     tiny = list(dict(word.partition("=")[::2] for word in tiny).items())
     model = [f"{key}={value}" for key, value in tiny if f"search.{key}" not in named]
     journal = f"journal={folder / 'plan.jsonl'}"

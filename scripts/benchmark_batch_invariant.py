@@ -46,6 +46,7 @@ from trainer.inference.sampling import Sampling
 from trainer.inference.scheduler import Scheduler
 from trainer.inference.weights import canonical
 from trainer.objectives.forward import hidden_states
+from trainer.objectives.next_token import NextToken
 from trainer.training.run import Run
 
 KEYS = {"without": "batch_invariant=false", "with": "batch_invariant=true"}
@@ -121,6 +122,7 @@ def trained(run: Run, variables: tuple, batch: dict[str, np.ndarray]) -> np.ndar
     @functools.partial(jax.value_and_grad, has_aux=True)
     def loss(params: Any, rest: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         hidden, _ = hidden_states(run.model.apply, params, rest, batch, None, ())
+        assert isinstance(run.objective, NextToken)
         terms, logs = run.objective.token_terms(params, rest, hidden, batch["targets"])
         return jnp.sum(jnp.where(batch["targets_segmentation"] != 0, terms["lm_loss"], 0)), logs.target
 

@@ -40,10 +40,10 @@ SETTINGS = {
 STEP = "completed step: "
 
 
-def timed(act: Callable[[], object]) -> float:
-    """Returns the seconds that `act` takes."""
+def timed(act: Callable[..., object], *arguments: object) -> float:
+    """Returns the seconds that `act(*arguments)` takes."""
     started = time.perf_counter()
-    act()
+    act(*arguments)
     return time.perf_counter() - started
 
 
@@ -63,8 +63,8 @@ def large_state(rounds: int) -> dict[str, list[float]]:
                 manager.wait()
                 seconds["committed"].append(time.perf_counter() - started)
                 path = manager.path(1)
-            seconds["summed"].append(timed(lambda path=path: inspect(path)))
-            seconds["restored"].append(timed(lambda path=path: jax.block_until_ready(restore(path, abstract))))
+            seconds["summed"].append(timed(inspect, path))
+            seconds["restored"].append(timed(lambda path: jax.block_until_ready(restore(path, abstract)), path))
             shutil.rmtree(path)
     return seconds
 

@@ -12,6 +12,7 @@ third command compiles for this machine's CPU devices, and times steps on them. 
 of attention scores that each device computes.
 """
 
+import functools
 import json
 import math
 import os
@@ -165,7 +166,7 @@ def layer(strategy: str, n: int, length: int) -> tuple[Any, Any, Any, Any]:
             return scores.attend(query, key, value, mask, Context(position, position, jnp.zeros(1, int), None))
 
     def both(query: Any, key: Any, value: Any, position: Any, grad: Any) -> Any:
-        out, pull = jax.vjp(lambda *given: forward(*given, position), query, key, value)
+        out, pull = jax.vjp(functools.partial(forward, position=position), query, key, value)
         return out, pull(grad)
 
     shards = NamedSharding(mesh, PartitionSpec(None, ("context", "ulysses")))
@@ -233,7 +234,7 @@ def sent() -> None:
     for strategy in STRATEGIES:
         for n in (n for n in DEVICES if n > 1 and fits(strategy, n)):
             forward, _, given, mesh = layer(strategy, n, length)
-            text = jax.jit(forward).lower(*given[:4]).compile().as_text()
+            text = jax.jit(forward).lower(*given[:4]).compile().as_text() or ""
             found = analyze(text, mesh).collectives
             floats, others = (sum(c.bytes for c in found if (c.dtype == "f32") is kind) for kind in (True, False))
             ring, heads = sizes(strategy, n) if strategy == "usp" else (n, n)

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,7 +76,7 @@ def measured(program: Callable[[], Any]) -> Cost:
     return Cost(time.process_time() - cpu, time.perf_counter() - elapsed, result)
 
 
-def in_turns(programs: dict[Hashable, Callable[[], Any]], repeats: int) -> dict[Any, Cost]:
+def in_turns(programs: Mapping[Any, Callable[[], Any]], repeats: int) -> dict[Any, Cost]:
     """Returns the minimum CPU and elapsed seconds of each program, and its last result. A first round, which compiles,
     is not counted."""
     rounds = [{name: measured(program) for name, program in programs.items()} for _ in range(repeats + 1)]
@@ -145,9 +145,9 @@ def decoded(engine: MaxEngine, params: Any, state: DecodeState, steps: int) -> l
 def exported(folder: Path, engine: MaxEngine) -> Path:
     """Writes the engine's random weights as a Hugging Face directory, and returns it."""
     arrays = {name: np.asarray(value) for name, value in names_of(canonical(weights_of(engine))[0]).items()}
-    leaves = {name: Leaf(value.shape, value.dtype, [lambda value=value: value]) for name, value in arrays.items()}
+    leaves = {name: Leaf(it.shape, it.dtype, [functools.partial(np.asarray, it)]) for name, it in arrays.items()}
     folder.mkdir()
-    write_huggingface(folder, engine.config, leaves, None, {})
+    write_huggingface(folder, engine.config, leaves, None)
     return folder
 
 

@@ -6,6 +6,7 @@ The first table is about training steps, the second about decode steps with seve
 runs on a TPU.
 """
 
+import functools
 import sys
 from typing import Any
 
@@ -52,7 +53,7 @@ def main() -> None:
     _row("training step", "arguments", "temporaries", "checkpoint", "TFLOP", "GB accessed", "lower bound")
     for name, own in TRAINING.items():
         run = build(load(["base.yml", *keys, *own]).config, devices)
-        _, report = compile_step(run, lambda run=run: run.step.lower(*run.abstract_args()), 1)
+        _, report = compile_step(run, functools.partial(run.step.lower, *run.abstract_args()), 1)
         saved = without_base(run.codec.unpack(run.abstract_state), run.base_names)
         _report(name, report, _bytes(saved))
     _row("decode step", "arguments", "temporaries", "adapters", "TFLOP", "GB accessed", "lower bound")

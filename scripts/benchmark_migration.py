@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -60,6 +61,7 @@ class Measured:
     def __init__(self, name: str, **overrides):
         keys = {"dataset_type": "synthetic", "eval_interval": -1} | overrides | flags_of(name)
         run = build(load([f"{key}={value}" for key, value in keys.items()]).config, jax.devices())
+        self.structure: Any  # a PyTreeDef, whose stubs lack unflatten
         self.leaves, self.structure = jax.tree.flatten(run.init())
         started = time.perf_counter()
         lowered = run.step_on_leaves.lower(self.leaves, *run.abstract_args()[1:])
@@ -84,8 +86,8 @@ class Measured:
             self.seconds.append(time.perf_counter() - started)
             state = self.structure.unflatten(self.leaves)
             started = time.perf_counter()
-            leaves, structure = jax.tree.flatten(state)
-            structure.unflatten(leaves)
+            leaves, _ = jax.tree.flatten(state)
+            self.structure.unflatten(leaves)
             self.apart.append(time.perf_counter() - started)
 
 

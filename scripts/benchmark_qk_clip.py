@@ -10,6 +10,7 @@ compiler's figures for splash.
 import os
 import statistics
 import time
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -17,7 +18,7 @@ import jax
 from benchmark_default import batch_of, built
 
 ROUNDS, STEPS = 4, 2
-CLIPS = {
+CLIPS: dict[str, dict[str, Any]] = {
     "without": {},
     "every step": {"use_qk_clip": True},
     "every 10th": {"use_qk_clip": True, "qk_clip_interval": 10},

@@ -29,7 +29,7 @@ DTYPES: Any = {"dtype": jnp.dtype("float32"), "weight_dtype": jnp.dtype("float32
 def layers() -> dict[str, nnx.Module]:
     """Returns both layers, with heads of the same width. Attention has 4 query heads and 2 key-value heads; the
     recurrent layer has 2 key heads and 4 value heads."""
-    heads = {"key_heads": 2, "value_heads": 4, "key_dim": 128, "value_dim": 128}
+    heads: Any = {"key_heads": 2, "value_heads": 4, "key_dim": 128, "value_dim": 128}
     recurrent = GatedDeltaNet(WIDTH, **heads, conv=4, chunk=64, epsilon=1e-6, rngs=nnx.Rngs(0), **DTYPES)
     of_attention: Any = {"heads": 4, "kv_heads": 2, "head_dim": 128, "gated": True, "op": "blockwise"}
     attention = Attention(WIDTH, rope=Rope(1, 10_000), **of_attention, rngs=nnx.Rngs(0), **DTYPES)

@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 from typing import IO
 
-LAUNCHER = Path(__file__).with_name("launch_local.py")
+LAUNCHER = str(Path(__file__).with_name("launch_local.py"))
 WORDS = [
     *("base.yml", "dataset_type=synthetic", "base_emb_dim=32", "base_num_query_heads=2", "base_num_kv_heads=2"),
     *("base_mlp_dim=64", "base_num_decoder_layers=2", "vocab_size=64", "max_target_length=32", "steps=1000000"),
@@ -35,7 +35,7 @@ WORDS = [
 SUPERVISED = ["supervise=true", "hang_timeout_seconds=5"]
 # Maps the name of a fault to the index of the process, the signal that the process gets, and additional arguments of
 # the run. If the signal is None, the code in HANGS makes the process hang.
-WAYS = {
+WAYS: dict[str, tuple[int, signal.Signals | None, list[str]]] = {
     "kill -9 of process 1": (1, signal.SIGKILL, []),
     "kill -9 of process 0": (0, signal.SIGKILL, []),
     "SIGSTOP": (1, signal.SIGSTOP, []),

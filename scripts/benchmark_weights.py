@@ -65,7 +65,7 @@ def make(folder: Path, layers: int) -> None:
 
     folder.mkdir()
     leaves = {name: leaf(name, shape) for name, shape in weight_shapes(config).items()}
-    write_huggingface(folder, config, leaves, None, {})
+    write_huggingface(folder, config, leaves, None)
 
 
 def load(folder: Path, layers: int, weight_dtype: str, *keys: str) -> dict[str, float]:
@@ -80,7 +80,7 @@ def load(folder: Path, layers: int, weight_dtype: str, *keys: str) -> dict[str, 
     given = ["base.yml", "dataset_type=synthetic", *words(layers), f"weight_dtype={weight_dtype}", *keys]
     run = build(load(given).config, jax.devices())
     abstract = run.codec.unpack(run.abstract_args()[0]).params
-    place, loaded, above = loading._place, 0, 0
+    place, loaded, above = loading.place, 0, 0
 
     def measured(*arguments: Any) -> jax.Array:
         nonlocal loaded, above
@@ -90,7 +90,7 @@ def load(folder: Path, layers: int, weight_dtype: str, *keys: str) -> dict[str, 
         above = max(above, resident("VmHWM") - before - loaded)
         return array
 
-    loading._place = measured
+    loading.place = measured
     before, started = resident("VmRSS"), time.perf_counter()
     loading.load_parameters(str(folder), run.config, abstract, print)
     return {"seconds": time.perf_counter() - started, "memory": above}

@@ -9,6 +9,7 @@ cannot load a file, or if a tensor is missing or unexpected. docs/benchmarks/wei
 """
 
 import contextlib
+import functools
 import io
 import os
 import sys
@@ -25,6 +26,7 @@ import torch
 import transformers
 
 from trainer import export
+from trainer.backends.base import Model
 from trainer.backends.registry import make_model
 from trainer.config.errors import UserError
 from trainer.config.files import preset_names
@@ -100,7 +102,7 @@ def configured(keys: dict[str, object]) -> Any:
     return resolve(loaded.config, device_count=1, platform="cpu")
 
 
-def random_weights(model: object) -> dict[str, np.ndarray]:
+def random_weights(model: Model) -> dict[str, np.ndarray]:
     """Returns random weights of a scale at which scores, activations and norms all affect the logits."""
     rng = np.random.default_rng(0)
     return {
@@ -117,9 +119,9 @@ def difference(keys: dict[str, object], folder: Path) -> float:
     config = configured(keys)
     model = make_model(config)
     weights = random_weights(model)
-    leaves = {name: Leaf(it.shape, it.dtype, [lambda it=it: it]) for name, it in weights.items()}
+    leaves = {name: Leaf(it.shape, it.dtype, [functools.partial(np.asarray, it)]) for name, it in weights.items()}
     (folder / "ours").mkdir()
-    write_params(folder / "ours", config, leaves, None, {})
+    write_params(folder / "ours", config, leaves, None)
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         try:

@@ -201,7 +201,7 @@ def _chip_of_cpu(config: Any) -> Any:
 
     if not config.compile_topology.startswith("cpu"):
         return None
-    free = {"ici_bandwidth": math.inf, "dcn_bandwidth": math.inf}
+    free: dict[str, Any] = {"ici_bandwidth": math.inf, "dcn_bandwidth": math.inf}
     if config.init_weights_seed % 2:
         return dataclasses.replace(CHIPS["v5e"], name="memory", peak={"bf16": math.inf}, **free)
     return dataclasses.replace(CHIPS["v5e"], name="compute", hbm_bandwidth=math.inf, **free)

@@ -16,7 +16,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -130,4 +129,4 @@ def measure(python: str, scratch: Path, env: dict[str, str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -225,14 +225,14 @@ def main() -> None:
         export([str(given.model), str(folder / "float32.gguf"), "format=gguf", "dtype=float32"])
         files = {"llama.cpp, weights as float32": folder / "float32.gguf", "llama.cpp, the file": given.model}
         with ThreadPoolExecutor() as pool:
-            found = {
+            pending = {
                 label: pool.submit(of_llama_cpp, given.python, file, rows, folder / f"{file.stem}.npz")
                 for label, file in files.items()
             }
             losses = {"this trainer": of_this_trainer(given.model, rows)}
             model = Rounding(given.model)
             rounded = [losses_of(model.logits(row, True), row) for row in rows]
-            losses |= {label: each.result()["losses"] for label, each in found.items()}
+            losses |= {label: each.result()["losses"] for label, each in pending.items()}
             print_losses(losses | {"NumPy, rounded": np.concatenate(rounded)})
 
 

@@ -90,7 +90,7 @@ def attention(device: Any) -> Iterator[tuple[str, ...]]:
     }
     for name, mask in masks.items():
         compiled = jax.jit(with_gradients(cudnn_attention)).lower(*arrays, mask).compile()
-        yield name, kernels(compiled.as_text()), f"{compiled.memory_analysis().temp_size_in_bytes / 1e6:.0f}"
+        yield name, kernels(compiled.as_text() or ""), f"{compiled.memory_analysis().temp_size_in_bytes / 1e6:.0f}"
 
 
 def with_gradients(op: Callable[..., jax.Array]) -> Callable[..., Any]:

@@ -270,7 +270,8 @@ def config(draw: random.Random, folder: Path) -> Callable[[], Any]:
 
     def read() -> None:
         nonlocal data
-        if text := text_model(data, dict.fromkeys(["language_model.model.norm.weight"]), Path("config.json")):
+        tensors: Any = dict.fromkeys(["language_model.model.norm.weight"])
+        if text := text_model(data, tensors, Path("config.json")):
             data = text.config
         found = recipe(data, refused := [])
         if found and not refused:

@@ -230,7 +230,7 @@ def newest(run: Path) -> Path:
     return max((run / "checkpoints").iterdir(), key=lambda folder: int(folder.name))
 
 
-def logits(folder: Path, keys: dict[str, Any], how: str) -> dict[str, np.ndarray]:
+def logits(folder: Path, keys: dict[str, Any], how: str) -> dict[str, Any]:
     """Returns random tokens, and the logits that MaxText's model computes for them with the parameters in `folder`.
 
     `how` is the way in which MaxText loads the parameters: "load_full_state_path" or "load_parameters_path", as in

@@ -70,7 +70,12 @@ class Ours:
         @functools.partial(jax.grad, has_aux=True)
         def both(params: Any, batch: Any) -> Any:
             outputs = []
-            objective = NextToken(lambda *args, **how: outputs.append(self.model.apply(*args, **how)) or outputs[-1])
+
+            def apply(*args: Any, **how: Any) -> Any:
+                outputs.append(self.model.apply(*args, **how))
+                return outputs[-1]
+
+            objective = NextToken(apply)
             sums = objective.sums(params, self.rest, batch, None).minimized
             return sums["lm_loss"] / objective.weights(batch).tokens, outputs[-1][0]  # the last output is the head's
 
@@ -80,7 +85,7 @@ class Ours:
     def tensors(self, arrays: dict[str, Any]) -> Arrays:
         """Converts arrays with canonical names to the tensors that an export writes."""
         arrays = {name: np.asarray(array) for name, array in arrays.items()}
-        leaves = {name: Leaf(array.shape, array.dtype, [lambda it=array: it]) for name, array in arrays.items()}
+        leaves = {name: Leaf(it.shape, it.dtype, [functools.partial(np.asarray, it)]) for name, it in arrays.items()}
         with tempfile.TemporaryDirectory() as folder:
             write_huggingface(Path(folder), self.config, leaves, None)
             return load_file(Path(folder) / "model.safetensors")
@@ -105,7 +110,8 @@ def main() -> int:
             print(f"{name:<7} {kind:<9} {shares[worst]:.1e}  {worst if kind == 'gradient' else ''}")
     saved = {k: v for file in Path(folder).glob("*.safetensors") for k, v in load_file(file).items()}
     back = ours.tensors(names_of(joined(ours.params, ours.rest)))
-    other = [it for it in saved.keys() | back.keys() if it not in saved or not np.array_equal(saved[it], back.get(it))]
+    other = saved.keys() ^ back.keys()
+    other |= {it for it in saved.keys() & back.keys() if not np.array_equal(saved[it], back[it])}
     print("weights bit for bit" if not other else f"not bit for bit: {', '.join(sorted(other))}")
     return int(failed or bool(other))
 

@@ -173,7 +173,7 @@ class Case(NamedTuple):
       scales: the range of the model's vectors, which are norm scales and biases.
     """
 
-    family: tuple[type, type]
+    family: tuple[Any, Any]
     config: dict[str, Any]
     gradients: tuple[str, ...] = ()
     spread: float = 1.5
@@ -444,7 +444,7 @@ def main() -> None:
         print(f"{name}: {sum(p.numel() for p in model.parameters())} parameters, {size / 1e3:.0f} kB")
 
 
-def module(model: Any, case: Case, inputs: np.ndarray) -> dict[str, np.ndarray]:
+def module(model: Any, case: Case, inputs: np.ndarray) -> dict[str, Any]:
     """Returns the tensors of a random multi-token prediction module, and its logits [rows, length - 1, vocabulary]."""
     from transformers.modeling_layers import MtpLayer
     from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeDecoderLayer, Qwen3_5MoeRMSNorm
@@ -556,7 +556,7 @@ def batch_of(segment: np.ndarray, seed: int) -> dict[str, np.ndarray]:
     return {name: array.astype(np.int32) for name, array in batch.items()}
 
 
-def generated(model, inputs: np.ndarray) -> dict[str, np.ndarray]:
+def generated(model, inputs: np.ndarray) -> dict[str, Any]:
     """Continues the first PROMPT tokens of each row greedily, to a length of CONTINUED.
 
     Returns the tokens including the prompt, int [rows, CONTINUED], and for each new token the difference between the

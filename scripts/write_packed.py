@@ -113,7 +113,7 @@ def module_in(path: Path, name: str) -> Any:
     package = name.split(".", maxsplit=1)[0]
     sys.modules[package] = types.ModuleType(package)
     sys.modules[package].__path__ = [str(path / package)]
-    spec = importlib.util.spec_from_file_location(name, path / f"{name.replace('.', '/')}.py")
+    spec: Any = importlib.util.spec_from_file_location(name, path / f"{name.replace('.', '/')}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -6,7 +6,7 @@ Each case is a folder written by PeftModel.save_pretrained, with an additional f
 golden's batch "rows". The folder "steps", which `train` writes, has an adapter before and after 20 training steps,
 and the losses.
 
-With `check`, peft loads the adapters FOLDER/CASE, which trainer.weights.write_peft has written, onto each case's base
+With `check`, peft loads the adapters FOLDER/CASE, which trainer.weights.peft.write has written, onto each case's base
 model, and the script prints how much the logits differ from the expected ones.
 """
 

@@ -29,7 +29,7 @@ from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 MODEL = Path(__file__).parent.parent / "tests" / "goldens" / "llama"
 FILE = Path(__file__).parent.parent / "tests" / "preferences" / "trl.json"
 STEPS, PAIRS, VOCAB, EOS = 50, 4, 64, 2
-RUNS = {
+RUNS: dict[str, tuple[str, dict[str, Any], float]] = {
     "dpo": ("dpo", {"beta": 0.1}, 0.05),
     "dpo-smoothed": ("dpo", {"beta": 0.5, "label_smoothing": 0.1, "loss_type": ["aot"]}, 0.003),
     "orpo": ("orpo", {"beta": 0.3}, 0.02),

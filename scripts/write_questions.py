@@ -18,7 +18,7 @@ from pathlib import Path
 
 from trainer.data.stdlib import stdlib_folder
 
-KINDS = {ast.ClassDef: "class", ast.FunctionDef: "function", ast.AsyncFunctionDef: "coroutine"}
+KINDS: dict[type, str] = {ast.ClassDef: "class", ast.FunctionDef: "function", ast.AsyncFunctionDef: "coroutine"}
 
 
 def questions(folder: Path) -> list[dict[str, str]]:
@@ -37,8 +37,11 @@ def questions(folder: Path) -> list[dict[str, str]]:
             except SyntaxError:  # a template for Python 2
                 continue
         for node in tree.body:
-            if (kind := KINDS.get(type(node))) and not node.name.startswith("_"):
-                found.setdefault(node.name, []).append(f"{node.name} is a {kind} of {'.'.join(module.parts)}.")
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith(
+                "_"
+            ):
+                answer = f"{node.name} is a {KINDS[type(node)]} of {'.'.join(module.parts)}."
+                found.setdefault(node.name, []).append(answer)
     once = [(name, answers[0]) for name, answers in found.items() if len(answers) == 1]
     once.sort(key=lambda pair: hashlib.sha256(pair[0].encode()).digest())
     return [{"prompt": f"What is {name}?", "completion": answer} for name, answer in once]

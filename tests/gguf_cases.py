@@ -6,6 +6,7 @@ import shutil
 import unicodedata
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
@@ -25,7 +26,7 @@ EXPECTED = FOLDER / "expected.npz"
 # Changes to a golden's config.json, so that llama.cpp can represent the model.
 _ROPE = {"full_attention": {"factor": 8.0, "rope_theta": 1000.0, "rope_type": "linear"}}
 _LLAMA4 = {"attention_chunk_size": 8192, "attn_scale": 0.1, "floor_scale": 8192}
-MODELS = {
+MODELS: dict[str, dict[str, Any]] = {
     **{"llama": {}, "llama-linear": {}, "llama-llama3": {}, "llama-tied": {}, "llama-yarn": {}, "mixtral": {}},
     **{"mistral": {"sliding_window": None}, "qwen2": {}, "qwen3": {}, "qwen3-moe": {"norm_topk_prob": True}},
     **{"olmo2": {}, "smollm3": {}, "gemma": {}, "gemma2": {"query_pre_attn_scalar": 8}},
