@@ -83,8 +83,10 @@ def cases() -> dict[str, dict[str, object]]:
             keys |= OF_EXPERTS
             keys |= {"first_num_dense_layers": 1} if preset.first_num_dense_layers else {}
             keys |= {"n_routing_groups": 3, "topk_routing_group": 2} if preset.n_routing_groups > 1 else {}
+        keys |= {"head_dim": 16} if preset.partial_rotary_factor != 1 else {}
         keys |= {"q_lora_rank": 7} if preset.q_lora_rank else {}
         keys |= {"original_max_position_embeddings": 16} if preset.rope_type != "default" else {}
+        keys |= {"temperature_tuning_floor_scale": 16} if preset.temperature_tuning else {}
         keys |= {"sliding_window_size": 5} if preset.sliding_window_size else {}
         keys |= {"base_num_decoder_layers": 7} if preset.sliding_window_size else {}
         keys |= {"query_pre_attn_scalar": 9} if preset.query_pre_attn_scalar else {}

@@ -37,11 +37,9 @@ def questions(folder: Path) -> list[dict[str, str]]:
             except SyntaxError:  # a template for Python 2
                 continue
         for node in tree.body:
-            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith(
-                "_"
-            ):
-                answer = f"{node.name} is a {KINDS[type(node)]} of {'.'.join(module.parts)}."
-                found.setdefault(node.name, []).append(answer)
+            name = getattr(node, "name", "_")
+            if (kind := KINDS.get(type(node))) and not name.startswith("_"):
+                found.setdefault(name, []).append(f"{name} is a {kind} of {'.'.join(module.parts)}.")
     once = [(name, answers[0]) for name, answers in found.items() if len(answers) == 1]
     once.sort(key=lambda pair: hashlib.sha256(pair[0].encode()).digest())
     return [{"prompt": f"What is {name}?", "completion": answer} for name, answer in once]
