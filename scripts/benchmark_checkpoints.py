@@ -23,20 +23,15 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import jax.numpy as jnp
-import ml_collections
 
 from trainer.backends.base import TrainTree
 from trainer.checkpoint.manager import CheckpointManager, inspect, restore
 from trainer.checkpoint.sidecar import Sidecar
+from trainer.config.load import load
 
 LEAVES, SIDE = 8, 4000  # eight float32 matrices of 64 MB each
 MEGABYTES = LEAVES * SIDE**2 * 4 / 1e6
-SETTINGS = {
-    "async_checkpointing": True,
-    "max_num_checkpoints_to_keep": 1,
-    "checkpoint_keep_period": 0,
-    "keep_best_checkpoints": 0,
-}
+SETTINGS = ["base.yml", "dataset_type=synthetic", "async_checkpointing=true", "max_num_checkpoints_to_keep=1"]
 STEP = "completed step: "
 
 
@@ -56,7 +51,7 @@ def large_state(rounds: int) -> dict[str, list[float]]:
     seconds: dict[str, list[float]] = {name: [] for name in ("blocked", "committed", "summed", "restored")}
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(rounds):
-            with CheckpointManager(Path(folder), ml_collections.ConfigDict(SETTINGS), print) as manager:
+            with CheckpointManager(Path(folder), load(SETTINGS).config, print) as manager:
                 started = time.perf_counter()
                 manager.save(1, tree, Sidecar("", 0, "", {}), {})
                 seconds["blocked"].append(time.perf_counter() - started)

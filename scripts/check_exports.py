@@ -78,12 +78,16 @@ def cases() -> dict[str, dict[str, object]]:
         if not family(block).hugging_face:
             continue
         latent = preset.attention_type == "mla"
-        keys = {"model_name": name, **PLAIN, **SIZES, **(OF_LATENTS if latent else OF_HEADS)}
+        keys: dict[str, Any] = {"model_name": name, **PLAIN, **SIZES, **(OF_LATENTS if latent else OF_HEADS)}
         if preset.num_experts > 1:
             keys |= OF_EXPERTS
             keys |= {"first_num_dense_layers": 1} if preset.first_num_dense_layers else {}
             keys |= {"n_routing_groups": 3, "topk_routing_group": 2} if preset.n_routing_groups > 1 else {}
         keys |= {"head_dim": 16} if preset.partial_rotary_factor != 1 else {}
+        if preset.rope_type == "longrope":
+            keys["base_emb_dim"] = 6 * keys["head_dim"]  # transformers checks the factors' number against this ratio
+            rotated = int(keys["head_dim"] * preset.partial_rotary_factor)
+            keys |= {f"rope_{which}_factor": [1 + i / 4] * (rotated // 2) for i, which in enumerate(("short", "long"))}
         keys |= {"q_lora_rank": 7} if preset.q_lora_rank else {}
         keys |= {"original_max_position_embeddings": 16} if preset.rope_type != "default" else {}
         keys |= {"temperature_tuning_floor_scale": 16} if preset.temperature_tuning else {}
