@@ -23,6 +23,7 @@ from trainer.config.help import prints_usage
 from trainer.config.load import Loaded, begin
 from trainer.config.paths import local_path
 from trainer.config.resolve import frozen
+from trainer.config.scale import SCALED
 from trainer.config.schema import Key, plain_name, schema
 from trainer.config.values import check, read_text
 from trainer.planning.space import OBJECTIVES
@@ -93,9 +94,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         run_and_tell(search, say)
         outcomes = {candidate.outcome for candidate in search.candidates}
         if FITS not in outcomes and outcomes != {FAILED}:
-            larger.append(smallest_that_fits(search, loaded.changed, say))
+            larger.append(smallest_that_fits(search, loaded.changed, words.search, say))
     if FITS not in outcomes:
-        raise SystemExit(DOES_NOT_FIT)
+        raise SystemExit(1 if outcomes == {FAILED} else DOES_NOT_FIT)
 
 
 def _end(number: int, frame: Any) -> None:
@@ -117,6 +118,11 @@ def _question(words: Words, loaded: Loaded, say: Callable[[str], None]) -> tuple
     for key in words.search.keys() & loaded.changed.keys():
         given = f"{key}={shortened(to_flow(config[key]))} ({loaded.changed[key]})"
         raise UserError(f"search.{key} and {given}: give one of them")
+    for key in words.search:
+        if "global_parameter_scale" in loaded.changed and key in SCALED:
+            raise UserError(f"search.{key} and global_parameter_scale: give one of them, with sizes that include it")
+        if (source := loaded.sources[key]).startswith("load_parameters_path="):
+            raise UserError(f"search.{key}: {source} determines this key; leave search.{key} out")
     space = default_space(config, topology.devices, slices, loaded.changed, words.search, words.global_batch_tokens)
     path = local_path(words.journal, "journal=") if words.journal else default_path(config)
     journal = Journal(path)
@@ -165,7 +171,7 @@ def _values(word: str, name: str, text: str) -> list[Any]:
     if name in _NOT_SEARCHED or key.kind is dict:
         raise UserError(f"{shortened(word)}: a plan cannot vary this key; give {name}=VALUE")
     parts = _parts(key, text)
-    if not text or not all(parts):
+    if not parts or not all(parts):
         raise UserError(f"{shortened(word)}: give the values to choose from, as in search.{name}=A,B")
     values = []
     for part in parts:

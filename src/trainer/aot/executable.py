@@ -41,6 +41,11 @@ _SETTINGS = (
 Origin = dict[str, dict[str, Any]]
 
 
+def settings() -> dict[str, str]:
+    """Returns the JAX settings that change what a traced step computes."""
+    return {name: str(getattr(jax.config, name)) for name in _SETTINGS}
+
+
 def origin_of(config: Config, devices: Sequence[jax.Device], args: Any) -> Origin:
     """Returns everything that a compiled step depends on.
 
@@ -71,7 +76,7 @@ def origin_of(config: Config, devices: Sequence[jax.Device], args: Any) -> Origi
         }
         | ({"machine": _machine()} if first.platform == "cpu" else {}),
         "versions": {**installed(), **compiler} | {"source of trainer": _source()} | source_of_block(config),
-        "settings": {name: str(getattr(jax.config, name)) for name in _SETTINGS},
+        "settings": settings(),
         "arguments": {
             jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)} {leaf.sharding.spec}" for path, leaf in leaves
         },

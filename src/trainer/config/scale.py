@@ -24,6 +24,9 @@ def factors(scale: int) -> dict[str, int]:
     }
 
 
+SCALED = tuple(factors(1))  # the keys that global_parameter_scale multiplies
+
+
 def scaled(values: dict[str, Setting]) -> dict[str, Setting]:
     """Returns the settings with the sizes multiplied according to `global_parameter_scale`, and that key set to 1.
 

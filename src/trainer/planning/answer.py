@@ -1,7 +1,8 @@
 """A plan's answer as text and as JSON: the best configurations, the command that trains the best of them, and why the
 others lost.
 
-Every figure of a candidate is in the candidate's row of the journal, or is a ratio of two such figures.
+Every figure of a candidate is in the candidate's row of the journal, or is computed from such figures and the tokens of
+an update, which the settings determine.
 """
 
 import os
@@ -21,10 +22,9 @@ from trainer.planning.candidate import FAILED, FITS, TOO_LARGE, Candidate
 from trainer.planning.larger import Larger
 from trainer.planning.search import Search, ranked
 from trainer.planning.settings import AS_GIVEN, settings_text
-from trainer.planning.space import BATCH, OFFLOAD, REMAT, SHARDING, TILES, Changes, Space
+from trainer.planning.space import BATCH, ROWS, Changes, Space
 
 SHOWN = 10  # rows of the table
-_CLASSES = (SHARDING, REMAT, TILES, OFFLOAD)
 _COMPILE_KEYS = {key for row in COMPILE_ROWS for key in row.names}
 
 
@@ -122,7 +122,7 @@ def _table(search: Search) -> Iterator[str]:
         yield f"{'tokens':>14}  {'memory':>10}  {'a step':>8} {'bound by':<8}  settings"
     for found in fitting[:SHOWN]:
         yield line_of(found)
-    if bounds := [found for found in rows if found.lower_bound]:
+    if bounds := [found for found in rows if found.outcome == FITS and found.lower_bound]:
         yield ""
         yield "lower bounds: a loop's trip count is unknown and counted as 1, so these points are not ranked"
         for found in bounds[:SHOWN]:
@@ -149,8 +149,10 @@ def _nothing_fits(search: Search) -> Iterator[str]:
         least = min(too_large, key=lambda found: found.excess)
         yield f"nothing that was compiled fits; the smallest excess is {gib(least.excess)} on each device:"
         yield line_of(least)
-    elif search.least_excess:
+    elif search.least_excess and not search.counts.failed:
         yield f"nothing fits: every point needs at least {gib(search.least_excess)} more than a device has, by a bound"
+    if search.counts.failed:
+        yield f"{counted(search.counts.failed, 'compilation')} failed:"
     if search.counts.left:
         yield f"  {search.counts.left:,} points were not reached, and one of them may fit; {_continues(search)}"
 
@@ -174,7 +176,7 @@ def losers(search: Search, space: Space) -> Iterator[tuple[str, str]]:
     if best is None:
         return
     for dimension in space.dimensions:
-        if dimension.name not in _CLASSES:
+        if dimension.name == ROWS:
             continue
         for choice in dimension.choices:
             if _has(best.changes, choice, dimension.choices):

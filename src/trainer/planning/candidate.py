@@ -17,7 +17,7 @@ class Candidate:
       changes: the settings that override the plan's configuration.
       outcome: FITS, TOO_LARGE or FAILED.
       tokens: tokens per update, over all devices.
-      row: the candidate's row in the journal, with every figure that a plan prints.
+      row: the candidate's row in the journal.
     """
 
     changes: Mapping[str, Any]

@@ -26,14 +26,24 @@ _WRITES = {"compiled_trainstep_file": "", "compile_report_file": "", "dump_hlo":
 # the time limit is at least _LEAST_SECONDS.
 _MORE_MEMORY, _MORE_TIME, _LEAST_SECONDS = 3, 10, 1800
 _POLL = 0.2  # seconds
+# train_compile in a process that dies with this one. Its first argument is the id of this process.
+_TRAIN_COMPILE = """
+import gc, sys
+from trainer.runtime.signals import die_with
+die_with(int(sys.argv.pop(1)))
+gc.disable()
+from trainer.train_compile import main
+main()
+"""
 
 
 class Compiler:
     """Runs compilations one after the other, each in a separate process with limits on memory and time."""
 
-    def __init__(self, program: Sequence[str] = (sys.executable, "-m", "trainer.train_compile")):
-        """`program`: the command that compiles, up to the configuration file, which is its next argument."""
-        self._program = program
+    def __init__(self, program: Sequence[str] = ()):
+        """`program`: the command that compiles, up to the configuration file, which is its next argument. Default:
+        `trainer.train_compile`, in a process that dies with this one."""
+        self._program = program or (sys.executable, "-c", _TRAIN_COMPILE, str(os.getpid()))
         self._memory, self._seconds = 0, 0.0  # the maxima over the compilations that succeeded so far
         self._process: subprocess.Popen[bytes] | None = None
         self._folder = ""

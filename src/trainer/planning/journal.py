@@ -11,7 +11,7 @@ from typing import Any
 
 import trainer
 from trainer.aot import sources
-from trainer.aot.executable import source_of_block
+from trainer.aot.executable import settings, source_of_block
 from trainer.config.capabilities.all_keys import step_keys
 from trainer.config.errors import UserError
 from trainer.config.keys import Config
@@ -22,19 +22,29 @@ Row = Mapping[str, Any]
 _COMPILERS = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 _BEGIN = b'{"key": "'  # the beginning of every line
+_FIELDS: dict[str, Any] = {
+    "key": str,
+    "outcome": str,
+    "reason": str,
+    "report": dict,
+    "wall_seconds": (int, float),
+    "again": bool,
+}
 
 
 def default_path(config: Config) -> Path:
     """Returns the journal's path in base_output_directory. Raises UserError if base_output_directory is not a local
     folder."""
+    if "://" in config.base_output_directory:
+        raise UserError(f"base_output_directory={config.base_output_directory}: give journal=FILE, a local file")
     return local_path(config.base_output_directory, "base_output_directory=") / "plan.jsonl"
 
 
 def program_key(config: Config) -> str:
     """Returns a digest of everything that determines a compiled step and its report.
 
-    The digest covers the topology, the versions of packages, the source files, the environment variables that compilers
-    read, and the keys of `config` (resolved) that affect the step.
+    The digest covers the topology, the versions of packages, the source files, JAX's settings, the environment
+    variables that compilers read, and the keys of `config` (resolved) that affect the step.
     """
     values = {key: config[key] for key in (*step_keys(), "compile_topology", "compile_topology_num_slices")}
     text = json.dumps([values, source_of_block(config), _surroundings()], sort_keys=True, default=str)
@@ -46,7 +56,7 @@ def _surroundings() -> list[Any]:
     compilers = {name: metadata.version(name) for name in _COMPILERS if util.find_spec(name.replace("-", "_"))}
     variables = {name: os.environ.get(name, "") for name in _VARIABLES}
     source = sources.digest(Path(trainer.__file__).parents[1], ["trainer.train_compile"], lambda top: top == "trainer")
-    return [dict(installed()), compilers, source, variables]
+    return [dict(installed()), compilers, source, variables, settings()]
 
 
 class Journal:
@@ -56,7 +66,7 @@ class Journal:
     """
 
     def __init__(self, path: Path):
-        """Reads `path` if it exists. Removes an incomplete last line, which a killed process may leave.
+        """Reads `path` if it exists. Ignores incomplete lines, which killed processes may leave.
 
         Raises:
           UserError: the file cannot be read or written, or a line is not a row.
@@ -65,13 +75,10 @@ class Journal:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             content = path.read_bytes() if path.exists() else b""
-            *lines, rest = content.split(b"\n")
-            for number, line in enumerate(lines, 1):
+            for number, line in enumerate(content.removesuffix(b"\n").split(b"\n") if content else [], 1):
                 self._read(number, line)
-            if rest[: len(_BEGIN)] != _BEGIN[: len(rest)]:
-                raise self._not_a_row(len(lines) + 1)
             with path.open("ab") as file:
-                file.truncate(len(content) - len(rest))
+                file.write(b"" if not content or content.endswith(b"\n") else b"\n")  # ends an incomplete line
         except OSError as error:
             raise UserError(f"the journal {path}: {error.strerror}; give another journal=FILE") from error
 
@@ -91,9 +98,10 @@ class Journal:
     def _read(self, number: int, line: bytes) -> None:
         try:
             row = json.loads(line)
-            self.rows[row["key"]] = row
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise self._not_a_row(number) from error
-
-    def _not_a_row(self, number: int) -> UserError:
-        return UserError(f"the journal {self.path}: line {number} is not a row of a plan; give another journal=FILE")
+        except (ValueError, RecursionError):
+            if line and line[: len(_BEGIN)] == _BEGIN[: len(line)]:
+                return  # incomplete
+            row = None
+        if not isinstance(row, dict) or not all(isinstance(row.get(name), kind) for name, kind in _FIELDS.items()):
+            raise UserError(f"the journal {self.path}: line {number} is not a row of a plan; give another journal=FILE")
+        self.rows[row["key"]] = row

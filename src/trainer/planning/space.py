@@ -16,13 +16,13 @@ from trainer.config.words import counted
 Changes = Mapping[str, Any]  # key -> value
 
 OBJECTIVES = TOKENS, BATCH = "tokens", "batch"
-SHARDING, REMAT, TILES, OFFLOAD, ROWS = "sharding", "rematerialization", "vocabulary tiles", "host memory", "rows"
+SHARDING, REMAT, TILES, OFFLOAD, ROWS = "sharding", "rematerialization", "vocabulary tiles", "host offload", "rows"
 # Values of remat_policy. Left out: aliases, `custom`, and the variants of policies that also keep quantized operands.
 POLICIES = (
     *("none", "minimal_with_context", "minimal", "save_dot_with_context_except_mlp", "save_dot_except_mlp"),
     *("save_qkv_proj", "save_out_proj", "full", "qkv_proj_offloaded", "minimal_offloaded"),
 )
-# The mesh axes that a plan varies. Other axes keep the size that the command gives.
+# The mesh axes that a plan varies by default. Other axes keep the size that the command gives.
 VARIED = ("data", "stage", "fsdp", "context", "tensor", "expert")
 _MICROBATCHES = (1, 2, 4)  # numbers of pipeline microbatches, as multiples of the number of stages
 _ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # rows per device
@@ -117,14 +117,13 @@ def _narrowed(
 def _meshes(
     config: Config, devices: int, slices: int, fixed: Collection[str], search: dict[str, Sequence[Any]]
 ) -> tuple[Changes, ...]:
-    axes = [axis for axis in VARIED if axis not in UNUSED_AXES and (axis != "expert" or has_experts(config))]
     of = {"ici": counted(devices, "device"), "dcn": counted(slices, "slice")}
-    inside = _sizes(config, ICI, axes, devices, fixed, of["ici"])
-    between = _sizes(config, DCN, axes, slices, fixed, of["dcn"])
+    inside = _sizes(config, ICI, _axes(config, ICI, search), devices, fixed, of["ici"])
+    between = _sizes(config, DCN, _axes(config, DCN, search), slices, fixed, of["dcn"])
     found = []
     for own, others in itertools.product(inside, between):
-        mesh = {ICI[axis]: own[axis] for axis in axes} | {DCN[axis]: others[axis] for axis in axes}
-        found += _with_more(config, mesh, {axis: own[axis] * others[axis] for axis in axes}, fixed, search)
+        mesh = {ICI[axis]: size for axis, size in own.items()} | {DCN[axis]: size for axis, size in others.items()}
+        found += _with_more(config, mesh, {axis: own[axis] * others[axis] for axis in ("data", "stage")}, fixed, search)
     for key in (*ICI.values(), *DCN.values()):
         if key in search:
             wanted = search.pop(key)
@@ -132,6 +131,12 @@ def _meshes(
             if not found:
                 raise UserError(f"search.{key}={','.join(map(str, wanted))}: no mesh of {of[key[:3]]} has such a size")
     return tuple(found)
+
+
+def _axes(config: Config, keys: Mapping[str, str], search: Collection[str]) -> list[str]:
+    """Returns the axes to vary within slices (`keys` is ICI) or over slices (DCN)."""
+    varied = [axis for axis in VARIED if axis not in UNUSED_AXES and (axis != "expert" or has_experts(config))]
+    return [*varied, *(axis for axis, key in keys.items() if key in search and axis not in varied)]
 
 
 def _with_more(
@@ -196,7 +201,12 @@ def _rows(
         if count and not rest:
             found.append({rows: size, steps: count})
     if not found:
-        least = max(1, math.gcd(*(round(size * devices) for size in sizes))) * config.max_target_length
-        nearest = max(1, round(tokens / least)) * least
-        raise UserError(f"global_batch_tokens={tokens}: not a multiple of {least} tokens; nearest: {nearest}")
+        steps_of = sorted({round(size * devices) * config.max_target_length for size in sizes})
+        if not steps_of:
+            raise UserError(f"global_batch_tokens={tokens}: {rows} gives less than one row for {devices} devices")
+        nearest = min((max(1, round(tokens / step)) * step for step in steps_of), key=lambda other: abs(other - tokens))
+        shown = " or ".join(map(str, steps_of[:4])) + (" ..." if len(steps_of) > 4 else "")
+        raise UserError(
+            f"global_batch_tokens={tokens}: not a multiple of the tokens of a step ({shown}); nearest: {nearest}"
+        )
     return tuple(found)

@@ -1,5 +1,7 @@
 """Compilations in processes: outcomes, limits, and the configuration's words."""
 
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -74,6 +76,32 @@ def test_a_failed_compilation_sets_no_limits():
     compiler = Compiler()
     compiled("import sys; sys.exit(2)", compiler)
     assert (compiler._memory, compiler._seconds) == (0, 0.0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the end of the process is read from /proc")
+def test_a_compilation_dies_with_its_plan(tmp_path):
+    plan = """
+import os, signal, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1], str(os.getpid()), *sys.argv[2:]])
+print(child.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    report = tmp_path / "report.json"
+    words = ["base.yml", "dataset_type=synthetic", "compile_topology=cpu-8", f"compile_report_file={report}"]
+    command = [sys.executable, "-c", plan, compilation._TRAIN_COMPILE, *words]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, cwd=tmp_path)
+    assert ended.returncode == -signal.SIGKILL
+    while runs(int(ended.stdout)):
+        time.sleep(0.05)
+    assert not report.exists()
+
+
+def runs(pid):
+    """Returns whether a process exists and has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 @pytest.mark.parametrize("words", [[], ["model_name=llama2-7b", "base_emb_dim=192", "base_num_decoder_layers=2"]])

@@ -1,7 +1,6 @@
 """The file with the results of earlier compilations."""
 
-import json
-
+import jax
 import pytest
 from support import tiny_config
 
@@ -11,20 +10,43 @@ from trainer.planning import journal as journals
 from trainer.planning.journal import Journal, program_key
 
 
-def test_rows_are_read_again_and_a_half_written_one_is_removed(tmp_path):
+def row_of(key, outcome="fits"):
+    return {"key": key, "outcome": outcome, "reason": "", "report": {}, "wall_seconds": 1.5, "again": False}
+
+
+def test_rows_are_read_again_and_a_half_written_one_is_ignored(tmp_path):
     path = tmp_path / "below" / "plan.jsonl"
     journal = Journal(path)
-    journal.add({"key": "a", "outcome": "fits"})
-    journal.add({"key": "b", "outcome": "failed"})
+    journal.add(row_of("a"))
+    journal.add(row_of("b", "failed"))
     with path.open("ab") as file:
         file.write(b'{"key": "c", "outc')
     again = Journal(path)
-    assert again.rows == {"a": {"key": "a", "outcome": "fits"}, "b": {"key": "b", "outcome": "failed"}}
-    again.add({"key": "c", "outcome": "fits"})
-    assert [json.loads(line)["key"] for line in path.read_text().splitlines()] == ["a", "b", "c"]
+    assert again.rows == {"a": row_of("a"), "b": row_of("b", "failed")}
+    again.add(row_of("c"))
+    assert {*Journal(path).rows} == {"a", "b", "c"}
 
 
-@pytest.mark.parametrize("line", ["{}", "[1]", "not JSON", "7"])
+def test_a_row_of_another_plan_is_not_lost(tmp_path, monkeypatch):
+    """Another plan adds a row while this one reads the file."""
+    path = tmp_path / "plan.jsonl"
+    other = Journal(path)
+    other.add(row_of("a"))
+    read = type(path).read_bytes
+
+    def read_and_add(self):
+        content = read(self)
+        other.add(row_of("b"))
+        return content
+
+    monkeypatch.setattr(type(path), "read_bytes", read_and_add)
+    journal = Journal(path)
+    monkeypatch.undo()
+    journal.add(row_of("c"))
+    assert {*Journal(path).rows} == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize("line", ["{}", "[1]", "not JSON", "7", '{"key": "abc", "outcome": "fits"}'])
 def test_another_file_is_refused_and_kept(tmp_path, line):
     path = tmp_path / "plan.jsonl"
     path.write_text(f"{line}\n")
@@ -60,3 +82,13 @@ def test_the_key_is_of_what_determines_the_program(monkeypatch):
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_x=true")
     assert key() != before
     journals._surroundings.cache_clear()
+    with jax.default_matmul_precision("highest"):
+        monkeypatch.delenv("LIBTPU_INIT_ARGS")
+        assert key() != before
+    journals._surroundings.cache_clear()
+
+
+def test_a_bucket_holds_no_journal():
+    config = tiny_config("nnx", base_output_directory="gs://bucket/runs")
+    with pytest.raises(UserError, match="base_output_directory=gs://bucket/runs: give journal=FILE, a local file"):
+        journals.default_path(config)

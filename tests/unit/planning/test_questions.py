@@ -76,6 +76,7 @@ def test_the_words_of_a_plan():
         ("search.per_device_batch_size=one", "search.per_device_batch_size: one: "),
         ("search.per_device_batch_size=1,,2", "give the values to choose from, as in search.per_device_batch_size=A,B"),
         ("search.remat_policy", "give the values to choose from"),
+        ("search.trainable_parameters_mask=[a,b", "give the values to choose from"),
         ("search.steps=-5", "search.steps: -5: out of range"),
         ("search.model_name=llama2-7b", "a plan cannot vary this key; give model_name=VALUE"),
         ("search.logical_axis_rules=[[embed,[]]]", "a plan cannot vary this key"),
@@ -99,6 +100,10 @@ def test_mistakes(word, message):
         (["compile_topology=cpu-8"], "its memory and speed are unknown"),
         (["compile_topology=v5e-3"], "there is no slice v5e-3"),
         (["compile_topology=cpu-8", "search.steps=3"], "search.steps and steps=20"),
+        (
+            ["compile_topology=v5e-4", "global_parameter_scale=2", "search.base_moe_mlp_dim=8,16"],
+            "search.base_moe_mlp_dim and global_parameter_scale: give one of them",
+        ),
         (["compile_topology=cpu-8", "journal=."], "the journal .: Is a directory; give another"),
     ],
 )

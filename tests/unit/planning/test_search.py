@@ -202,6 +202,34 @@ def test_lower_bounds_stand_apart(config, journal):
     assert " >" in text
 
 
+def test_points_that_are_too_large_are_no_lower_bounds(config, journal):
+    compiler = Formula()
+
+    def too_large(config):
+        row = compiler(config) | {"outcome": "does not fit"}
+        row["report"] |= {"peak_bytes": 2 * MEMORY}
+        row["report"]["estimate"]["lower_bound"] = True
+        return row
+
+    space = small(config)
+    text = answer_text(searched(config, space, journal, too_large, limit=2), space, ["base.yml"])
+    assert "nothing that was compiled fits; the smallest excess is" in text
+    assert "lower bounds" not in text
+
+
+def test_failures_alone_are_counted_in_words(config, journal):
+    space = small(config)
+    search = searched(config, space, journal, Formula(fails=(1, 2)), limit=2)
+    assert "\n2 compilations failed:\n" in answer_text(search, space, ["base.yml"])
+
+
+def test_values_of_any_searched_key_are_compared(config, journal):
+    space = Space((*small(config).dimensions, Dimension("dtype", ({"dtype": "float32"}, {"dtype": "bfloat16"}))))
+    search = searched(config, space, journal, Formula(), limit=1000)
+    other = "bfloat16" if search.best.changes["dtype"] == "float32" else "float32"
+    assert f"  dtype={other}: " in answer_text(search, space, ["base.yml"])
+
+
 def test_from_python(journal, monkeypatch):
     monkeypatch.setattr(searching, "Compiler", Formula)
     config = load(arguments("nnx", compile_topology="cpu-8", **ON_DEVICES)).config
@@ -324,9 +352,11 @@ def test_the_smallest_topology_that_fits(journal, monkeypatch):
     search = Search(config, small(config, meshes=((1, 2),)), jax.devices()[:2], journal, eight, chip=CHIPS["v5e"])
     search.run()
     lines = []
-    found = larger.smallest_that_fits(search, ["ici_fsdp_parallelism", "remat_policy"], lines.append)
+    searched_keys = {"ici_tensor_parallelism": [1], "remat_policy": ["none"], "num_vocab_tiling": [-1]}
+    found = larger.smallest_that_fits(search, ["ici_fsdp_parallelism", "remat_policy"], searched_keys, lines.append)
     assert (found.topology, found.slices) == ("h100-8", 1)
     assert found.candidate.changes["remat_policy"] == "full"
+    assert found.candidate.changes["num_vocab_tiling"] == -1
     assert set(tried) == {"h100-2", "h100-4", "h100-8"}
     assert all("compiling for h100-" in line for line in lines)
     assert "compile_topology=h100-8, with" in larger_text(found)
@@ -336,7 +366,8 @@ def test_the_smallest_topology_that_fits(journal, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "slices", "expected"),
     [
-        ("v5e-64", 1, [("v5e-128", 1), ("v5e-256", 1)]),
+        ("v5e-64", 1, [("v5e-128", 1), ("v5e-256", 1), ("v5e-256", 2), ("v5e-256", 4), ("v5e-256", 8)]),
+        ("v5e-256", 1, [("v5e-256", 2), ("v5e-256", 4), ("v5e-256", 8), ("v5e-256", 16), ("v5e-256", 32)]),
         ("h100-4", 1, [("h100-8", 1), ("h100-8", 2), ("h100-8", 4), ("h100-8", 8), ("h100-8", 16)]),
         ("h100-8", 2, [("h100-8", 4), ("h100-8", 8), ("h100-8", 16), ("h100-8", 32), ("h100-8", 64)]),
     ],

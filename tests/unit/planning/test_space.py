@@ -89,6 +89,13 @@ def test_search_narrows_widens_and_adds():
         space_of(search={"ici_fsdp_parallelism": [3]})
 
 
+def test_search_varies_axes_that_a_plan_does_not_vary_by_default():
+    _, space = space_of(search={"ici_fsdp_transpose_parallelism": [1, 2]})
+    meshes = [{key: size for key, size in mesh.items() if key.startswith("ici_")} for mesh in choices(space, SHARDING)]
+    assert {mesh["ici_fsdp_transpose_parallelism"] for mesh in meshes} == {1, 2}
+    assert {math.prod(mesh.values()) for mesh in meshes} == {8}
+
+
 def test_accumulation_makes_the_batch():
     config, space = space_of(tokens=8 * 64 * 12, max_target_length=64)
     for choice in choices(space, ROWS):
@@ -99,3 +106,8 @@ def test_accumulation_makes_the_batch():
         space_of(tokens=8 * 64 * 12 + 1, max_target_length=64)
     with pytest.raises(UserError, match="give one of them"):
         space_of(tokens=6144, fixed=("gradient_accumulation_steps",))
+    search = {"per_device_batch_size": [2, 3]}
+    with pytest.raises(UserError, match=r"not a multiple of the tokens of a step \(1024 or 1536\); nearest: 1024"):
+        space_of(tokens=512, max_target_length=64, search=search)
+    with pytest.raises(UserError, match="per_device_batch_size gives less than one row for 8 devices"):
+        space_of(tokens=512, search={"per_device_batch_size": [0.01]})
