@@ -172,7 +172,8 @@ def _values(word: str, name: str, text: str) -> list[Any]:
         raise UserError(f"{shortened(word)}: a plan cannot vary this key; give {name}=VALUE")
     parts = _parts(key, text)
     if not parts or not all(parts):
-        raise UserError(f"{shortened(word)}: give the values to choose from, as in search.{name}=A,B")
+        example = "[A],[B]" if key.kind is list else "A,B"
+        raise UserError(f"{shortened(word)}: give the values to choose from, as in search.{name}={example}")
     values = []
     for part in parts:
         try:

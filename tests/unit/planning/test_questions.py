@@ -76,7 +76,7 @@ def test_the_words_of_a_plan():
         ("search.per_device_batch_size=one", "search.per_device_batch_size: one: "),
         ("search.per_device_batch_size=1,,2", "give the values to choose from, as in search.per_device_batch_size=A,B"),
         ("search.remat_policy", "give the values to choose from"),
-        ("search.trainable_parameters_mask=[a,b", "give the values to choose from"),
+        ("search.trainable_parameters_mask=[a,b", "choose from, as in search.trainable_parameters_mask=[A],[B]"),
         ("search.steps=-5", "search.steps: -5: out of range"),
         ("search.model_name=llama2-7b", "a plan cannot vary this key; give model_name=VALUE"),
         ("search.logical_axis_rules=[[embed,[]]]", "a plan cannot vary this key"),
