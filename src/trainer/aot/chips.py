@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from trainer.config.errors import UserError
 
 GIB = 1024**3
-FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+# The environment variables that set the fraction of a GPU's memory that JAX's allocator takes; the last is deprecated.
+FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 @dataclass(frozen=True)
@@ -51,19 +52,32 @@ class Chip:
         return int(self.hbm_bytes * memory_fraction()) if self.pool else self.hbm_bytes
 
 
+def fraction_variable() -> str:
+    """Returns the name in `FRACTIONS` that is set; the first one if none is.
+
+    Raises:
+      UserError: both are set, which jaxlib refuses.
+    """
+    given = [name for name in FRACTIONS if os.environ.get(name)]
+    if len(given) > 1:
+        raise UserError(f"{' and '.join(given)} are both set: unset {given[1]}, which is deprecated")
+    return given[0] if given else FRACTIONS[0]
+
+
 def memory_fraction() -> float:
     """Returns the fraction of a GPU's memory that JAX's allocator takes.
 
     Raises:
-      UserError: the environment variable named by `FRACTION` is not a number above 0 and at most 1.
+      UserError: the value is not a number above 0 and at most 1, or both variables of `FRACTIONS` are set.
     """
-    given = os.environ.get(FRACTION, "")
+    name = fraction_variable()
+    given = os.environ.get(name, "")
     try:
         fraction = float(given or 0.75)
     except ValueError:
         fraction = 0.0
     if not 0 < fraction <= 1:
-        raise UserError(f"{FRACTION}={given}: not a number above 0 and at most 1")
+        raise UserError(f"{name}={given}: not a number above 0 and at most 1")
     return fraction
 
 

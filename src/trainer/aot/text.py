@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from trainer.aot.buffers import by_kind
-from trainer.aot.chips import FRACTION
+from trainer.aot.chips import fraction_variable
 from trainer.aot.report import Report
 from trainer.aot.roofline import Estimate
 from trainer.config.words import counted
@@ -28,7 +28,8 @@ def verdict(report: Report) -> str:
     if report.fits:
         return f"fits: {peak} of {hbm} on each device ({report.memory.peak / report.hbm_bytes:.0%})"
     over = max(report.memory.peak - report.hbm_bytes, 0)
-    instead = f"; with {FRACTION}={report.fitting_fraction:g} it fits" if report.fitting_fraction else ""
+    fraction = report.fitting_fraction
+    instead = f"; with {fraction_variable()}={fraction:g} it fits" if fraction else ""
     return f"does not fit: it needs {peak} on each device, {gib(over)} more than the available {hbm}{instead}"
 
 
@@ -43,7 +44,7 @@ def _head(report: Report) -> Iterator[str]:
     yield verdict(report)
     if report.hbm_bytes is not None and report.fraction is not None:
         card = gib(report.hbm_bytes / report.fraction)
-        yield f"  available is {report.fraction:g} of a GPU's {card}, which {FRACTION} sets"
+        yield f"  available is {report.fraction:g} of a GPU's {card}, which {fraction_variable()} sets"
     if report.rematerialized:
         values = counted(report.rematerialized, "value")
         yield f"  XLA recomputes {values} to save memory; all numbers include the recomputation"

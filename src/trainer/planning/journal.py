@@ -20,7 +20,7 @@ from trainer.runtime.versions import installed
 
 Row = Mapping[str, Any]
 _COMPILERS = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
-_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 _BEGIN = b'{"key": "'  # the beginning of every line
 _FIELDS: dict[str, Any] = {
     "key": str,

@@ -3,8 +3,9 @@
 import dataclasses
 
 import pytest
+from jaxlib import xla_client
 
-from trainer.aot.chips import CHIPS, FRACTION, GIB, chip_of
+from trainer.aot.chips import CHIPS, FRACTIONS, GIB, chip_of
 from trainer.aot.collectives import Collective
 from trainer.aot.cost import Cost
 from trainer.aot.roofline import estimate
@@ -88,16 +89,30 @@ def test_figures_of_gpus_are_the_published_ones(name):
     assert 0.98 * capacity < chip.hbm_bytes / 1e9 < 1.07 * capacity
 
 
-def test_jax_takes_a_fraction_of_a_gpus_memory(monkeypatch):
-    monkeypatch.delenv(FRACTION, raising=False)
+@pytest.mark.parametrize("name", FRACTIONS)
+def test_jax_takes_a_fraction_of_a_gpus_memory(name, monkeypatch):
+    for each in FRACTIONS:
+        monkeypatch.delenv(each, raising=False)
     assert CHIPS["h100"].usable == int(0.75 * CHIPS["h100"].hbm_bytes)
     assert V5E.usable == V5E.hbm_bytes
-    monkeypatch.setenv(FRACTION, ".9")
+    monkeypatch.setenv(name, ".9")
     assert CHIPS["h100"].usable == int(0.9 * CHIPS["h100"].hbm_bytes)
     for wrong in ("most", "0", "1.5", "nan"):
-        monkeypatch.setenv(FRACTION, wrong)
-        with pytest.raises(UserError, match=f"{FRACTION}={wrong}: not a number above 0 and at most 1"):
+        monkeypatch.setenv(name, wrong)
+        with pytest.raises(UserError, match=f"^{name}={wrong}: not a number above 0 and at most 1"):
             _ = CHIPS["h100"].usable
+
+
+def test_two_variables_for_the_fraction_are_an_error_as_in_jaxlib(monkeypatch):
+    for name in FRACTIONS:
+        monkeypatch.setenv(name, "0.9")
+    with pytest.raises(ValueError, match=" is specified together with ".join(FRACTIONS)):
+        xla_client.generate_pjrt_gpu_plugin_options()
+    with pytest.raises(UserError, match=f"^{' and '.join(FRACTIONS)} are both set: unset {FRACTIONS[1]}"):
+        _ = CHIPS["h100"].usable
+    monkeypatch.setenv(FRACTIONS[1], "")
+    assert xla_client.generate_pjrt_gpu_plugin_options()["memory_fraction"] == 0.9
+    assert CHIPS["h100"].usable == int(0.9 * CHIPS["h100"].hbm_bytes)
 
 
 def test_a_cpu_is_no_chip():

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from trainer.aot.chips import CHIPS, FRACTION
+from trainer.aot.chips import CHIPS, FRACTIONS
 from trainer.aot.collectives import Collective
 from trainer.aot.dump import Dump
 from trainer.aot.report import make_report
@@ -139,15 +139,19 @@ def test_a_step_that_does_not_fit(step, monkeypatch):
 
 def test_a_gpu_has_a_fraction_of_its_memory(step, monkeypatch):
     monkeypatch.setattr("trainer.aot.report.chip_of", lambda kind: CHIPS["h100"])
-    monkeypatch.delenv(FRACTION, raising=False)
+    for name in FRACTIONS:
+        monkeypatch.delenv(name, raising=False)
     fits = make_report(step.run, step.compiled, "", step.texts, (0.0, 0.0), 1)
     assert (fits.fits, fits.fraction, fits.rematerialized) == (True, 0.75, 0)
-    assert "  available is 0.75 of a GPU's 79.11 GiB, which XLA_PYTHON_CLIENT_MEM_FRACTION sets\n" in report_text(fits)
+    assert "  available is 0.75 of a GPU's 79.11 GiB, which XLA_CLIENT_MEM_FRACTION sets\n" in report_text(fits)
     large = dataclasses.replace(fits, fits=False, memory=dataclasses.replace(fits.memory, peak=70 * GIB))
     assert verdict(large) == (
         "does not fit: it needs 70.00 GiB on each device, 10.67 GiB more than the available 59.33 GiB; with "
-        "XLA_PYTHON_CLIENT_MEM_FRACTION=0.89 it fits"
+        "XLA_CLIENT_MEM_FRACTION=0.89 it fits"
     )
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75")  # the report names the variable that is set
+    assert verdict(large).endswith("with XLA_PYTHON_CLIENT_MEM_FRACTION=0.89 it fits")
+    assert "GiB, which XLA_PYTHON_CLIENT_MEM_FRACTION sets\n" in report_text(fits)
     assert large.as_dict()["fitting_fraction"] == 0.89
     larger = dataclasses.replace(large, memory=dataclasses.replace(fits.memory, peak=76 * GIB))
     assert larger.fitting_fraction is None

@@ -4,6 +4,7 @@ import jax
 import pytest
 from support import tiny_config
 
+from trainer.aot.chips import FRACTIONS
 from trainer.config.errors import UserError
 from trainer.config.keys import Config
 from trainer.planning import journal as journals
@@ -67,6 +68,17 @@ def test_an_unfinished_line_of_another_file_is_kept(tmp_path, text):
 def test_a_folder_is_an_error(tmp_path):
     with pytest.raises(UserError, match="Is a directory; give another journal=FILE"):
         Journal(tmp_path)
+
+
+@pytest.mark.parametrize("name", FRACTIONS)
+def test_the_key_depends_on_the_fraction_of_a_gpus_memory(name, monkeypatch):
+    keys = set()
+    for value in ("0.8", "0.9"):
+        monkeypatch.setenv(name, value)
+        journals._surroundings.cache_clear()
+        keys.add(program_key(tiny_config("nnx")))
+    journals._surroundings.cache_clear()
+    assert len(keys) == 2
 
 
 def test_the_key_is_of_what_determines_the_program(monkeypatch):
