@@ -154,8 +154,9 @@ def _cudnn_attention(call: Instruction, operands: Sequence[Shape]) -> KernelCost
     """Returns the cost of cuDNN's fused attention, whose operands begin with queries, keys and values [b, t, h, d].
 
     Counts the scores that the causal mask, the window and the documents leave unmasked. The kernel computes
-    slightly more, because it processes whole tiles. Document lengths are known only at run time; assuming equal lengths
-    gives a lower bound.
+    slightly more, because it processes whole tiles. Lengths are known only at run time. We assume that the documents of
+    a row fill it and have equal lengths: other lengths need more, but the kernel skips the padding of rows that are not
+    full.
     The forward kernel computes two products: scores and results. The backward kernel computes five: scores, and the
     gradients of probabilities, values, queries and keys.
     """

@@ -42,7 +42,7 @@ def parameters():
 def test_products_are_those_of_the_closed_form(cost, parameters):
     """Rematerialization adds the blocks' forward pass without the last product. Products are computed by cuBLAS and in
     fusions. cuDNN's attention computes two products of scores forward, two again in rematerialization and five
-    backward, for documents of equal length."""
+    backward, for documents of equal length that fill the row."""
     rows = 2 * 8 / 4  # of a device, which also has only half of the heads
     again = parameters - EMBED * VOCAB - LAYERS * EMBED * MLP
     dense = 2 * rows * LENGTH * (3 * parameters + again) / 2
