@@ -141,7 +141,7 @@ def benchmark(devices: Sequence[Any], cases: Sequence[Case]) -> Iterator[tuple[s
 
 def products_of_models() -> Iterator[tuple[str, ...]]:
     """Yields the rows of the table of products: FLOPs of the compiled step, and FLOPs by a closed form."""
-    yield "model", "TFLOP compiled", "closed form", "arguments, GB", "temporaries, GB", "estimate, ms", "compiled in"
+    yield "model", "TFLOP compiled", "closed form", "arguments, GB", "temporaries, GB", "at least, ms", "compiled in"
     yield ("---",) * 7
     for words in MODELS:
         run, _, found = compile_for_topology(load(["base.yml", *FIXED_OF_MODELS, *words.split()]).config)
