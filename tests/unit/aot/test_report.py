@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -156,6 +158,12 @@ def test_a_gpu_has_a_fraction_of_its_memory(step, monkeypatch):
     larger = dataclasses.replace(large, memory=dataclasses.replace(fits.memory, peak=76 * GIB))
     assert larger.fitting_fraction is None
     assert verdict(larger).endswith("the available 59.33 GiB")
+
+
+def test_the_guide_lists_every_field_of_the_json_report(report):
+    guide = (Path(__file__).parents[3] / "docs" / "guides" / "ahead-of-time.md").read_text()
+    listed = guide.split("`compile_report_file=PATH` writes")[1].split("\n\n")[1]
+    assert set(re.findall(r"`(\w+)`", listed)) - {"cost_analysis"} == set(report.as_dict())
 
 
 def test_what_xla_computes_again_is_said(step):
