@@ -164,7 +164,9 @@ _TPUS = (
 # - h100: NVIDIA H100 data sheet (SXM5: 3.35 TB/s; NVLink 900 GB/s); DGX H100 data sheet: 8 x 400 Gbit/s.
 # - h200: NVIDIA H200 data sheet (SXM: 4.8 TB/s; NVLink 900 GB/s); DGX H200 data sheet: 8 x 400 Gbit/s.
 # - b200: an eighth of the NVIDIA DGX B200 data sheet: 72 PFLOP/s of FP8 with sparsity, 64 TB/s, NVLink 14.4 TB/s,
-#   8 x 400 Gbit/s. The other peaks are from the HGX platform's page: 36 PFLOP/s of BF16, 18 of TF32, with sparsity.
+#   8 x 400 Gbit/s. The other peaks are from the HGX platform's page: 36 PFLOP/s of BF16, 18 of TF32, with sparsity. For
+#   int8 we assume the peak of FP8, as on the H100; a copy of NVIDIA's Blackwell data sheet (9 POP/s of INT8 with
+#   sparsity, read on 2026-11-30) agrees.
 _NARROW = ("f8e4m3fn", "f8e5m2")
 _HOPPER = {"bf16": 989e12, "f16": 989e12, "f32": 494.5e12, "s8": 1979e12} | dict.fromkeys(_NARROW, 1979e12)
 _GPUS = (
