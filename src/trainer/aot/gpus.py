@@ -19,7 +19,7 @@ _ABSENT = re.compile(r"(cuDNN|libdevice) not found|(?:[Cc]ouldn't|[Cc]annot|[Ff]
 class Target:
     """A GPU that XLA compiles for. The values are from XLA's xla/backends/gpu/target_config/specs (openxla/xla, read
     on 2026-11-29), except the H200's bandwidth and cache size, which its driver reported. `bandwidth` is for the
-    compiler's cost model, as XLA describes a real GPU; estimates of time use the data sheet's figure (`chips.CHIPS`)."""
+    compiler's cost model, as XLA describes the GPU; estimates of time use the data sheet's figure in `chips.CHIPS`."""
 
     capability: int  # major version of the CUDA compute capability
     cores: int
