@@ -5,6 +5,7 @@ tests/integration/test_five_combinations.py shows that it is the same program in
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +39,7 @@ CASES = {
 MESHES = {
     "fsdp": {"ici_fsdp_parallelism": 8, "logits_via_embedding": False},
     "fsdp x tensor, tied": {"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2},
+    "tensor": {"ici_fsdp_parallelism": 1, "ici_tensor_parallelism": 2},  # no axis shards the tokens
     "data x fsdp_transpose x tensor_sequence": {
         "ici_data_parallelism": 2,
         "ici_fsdp_parallelism": 1,
@@ -53,7 +55,7 @@ MESHES = {
 @functools.cache
 def built(**keys):
     """Returns a run whose tiled loss has every term, with rows of packed documents and padding."""
-    devices = 8 if any("parallelism" in key for key in keys) else 1
+    devices = math.prod(size for key, size in keys.items() if "parallelism" in key)
     keys = TERMS | FOUR | ({} if devices == 1 else {"per_device_batch_size": 1}) | keys
     run = build(load(arguments("nnx", **keys)).config, jax.devices()[:devices])
     assert run.objective.tiling.tiles == run.config.num_vocab_tiling
