@@ -162,10 +162,9 @@ class _Tiled:
         zeros = join([jnp.zeros(leaf.shape, jnp.float32) for leaf in trained], None)
         tiles = (*self._cut(hidden_bte, tokens), self._cut_all(grads))
         sums, hidden_grad = jax.lax.scan(add, self.heads[0].constrained(zeros), tiles)
-        axes = dict.fromkeys(axis for name in _OVER for axis in sharding.mesh_axes(name))
         # XLA's CPU compiler fails at an all-reduce over one device.
-        axes = tuple(axis for axis in axes if jax.lax.axis_size(axis) > 1)
-        return jax.lax.psum(sums, axes), hidden_grad.reshape(hidden_bte.shape)
+        axes = dict.fromkeys(it for name in _OVER for it in sharding.mesh_axes(name) if jax.lax.axis_size(it) > 1)
+        return jax.lax.psum(sums, tuple(axes)), hidden_grad.reshape(hidden_bte.shape)
 
     def _values(self, head: Any, buffers: Any, hidden_ce: jax.Array, tokens: Any) -> Any:
         """Returns the values of one tile, arrays [c]."""
