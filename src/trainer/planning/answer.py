@@ -151,10 +151,10 @@ def _nothing_fits(search: Search) -> Iterator[str]:
         yield line_of(least)
     elif search.least_excess and not search.counts.failed:
         yield f"nothing fits: every point needs at least {gib(search.least_excess)} more than a device has, by a bound"
-    if search.counts.failed:
-        yield f"{counted(search.counts.failed, 'compilation')} failed:"
     if search.counts.left:
         yield f"  {search.counts.left:,} points were not reached, and one of them may fit; {_continues(search)}"
+    if search.counts.failed:
+        yield f"{counted(search.counts.failed, 'compilation')} failed:"
 
 
 def _command(search: Search, words: Sequence[str]) -> Iterator[str]:

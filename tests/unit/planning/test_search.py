@@ -220,7 +220,9 @@ def test_points_that_are_too_large_are_no_lower_bounds(config, journal):
 def test_failures_alone_are_counted_in_words(config, journal):
     space = small(config)
     search = searched(config, space, journal, Formula(fails=(1, 2)), limit=2)
-    assert "\n2 compilations failed:\n" in answer_text(search, space, ["base.yml"])
+    heading, *lines = answer_text(search, space, ["base.yml"]).splitlines()[-3:]
+    assert heading == "2 compilations failed:"
+    assert all("the compiler was ended by SIGSEGV" in line for line in lines)
 
 
 def test_values_of_any_searched_key_are_compared(config, journal):
