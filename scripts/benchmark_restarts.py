@@ -1,14 +1,16 @@
-"""Kills or stops one of a run's two processes in several ways, and measures how long the run takes to recover.
+"""Kills or stops one of a run's processes in several ways, and measures how long the run takes to recover.
 
     python scripts/benchmark_restarts.py --rounds 3
+    python scripts/benchmark_restarts.py --rounds 3 --processes 4 --ways kill
     python scripts/benchmark_restarts.py --goodput 60 --every 5
     python scripts/benchmark_restarts.py --supervision 5
 
 For each way and round, it prints the seconds from the fault to each of these events: the launcher names the process,
-all processes have ended, the state is restored, and the first step that is new to the run is completed.
+all processes have ended, the state is restored, and the first step that is new to the run is completed. --ways kill
+measures only the ways whose names contain "kill". JAX_COMPILATION_CACHE_DIR makes the runs reuse compiled programs.
 
---goodput M trains under supervision for M minutes. Every --every minutes, it sends SIGKILL to one of the two processes,
-alternately. It prints the goodput report, and compares the report's total time with the elapsed time. --supervision M
+--goodput M trains under supervision for M minutes. Every --every minutes, it sends SIGKILL to one of the processes, in
+turn. It prints the goodput report, and compares the report's total time with the elapsed time. --supervision M
 measures the CPU time of the supervisors over M minutes of undisturbed steps.
 
 docs/guides/when-a-host-dies.md has dated results. The script needs Linux, because it looks processes up in /proc.
@@ -63,6 +65,8 @@ MARKS = {"named": "; the others end too", "ended": "launch_local: restart 1", "r
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--ways", default="", metavar="TEXT", help="only the ways whose names contain this text")
     parser.add_argument("--goodput", type=float, metavar="MINUTES")
     parser.add_argument("--every", type=float, default=5.0, metavar="MINUTES", help="time between faults; default: 5")
     parser.add_argument("--supervision", type=float, metavar="MINUTES")
@@ -70,28 +74,32 @@ def main() -> None:
     if options.goodput or options.supervision:
         with tempfile.TemporaryDirectory() as folder:
             if options.goodput:
-                goodput(Path(folder), 60 * options.goodput, 60 * options.every)
+                goodput(Path(folder), options.processes, 60 * options.goodput, 60 * options.every)
             else:
-                supervision(Path(folder), 60 * options.supervision)
+                supervision(Path(folder), options.processes, 60 * options.supervision)
         return
     for _ in range(options.rounds):
-        for way in WAYS:
+        for way in (way for way in WAYS if options.ways in way):
             with tempfile.TemporaryDirectory() as folder:
-                seconds, said = one(way, Path(folder))
+                seconds, said = one(way, Path(folder), options.processes)
             marks = ", ".join(f"{mark} {passed:.1f}" for mark, passed in seconds.items())
             print(f"{way}: {marks} s; load {os.getloadavg()[0]:.1f}\n  {said}", flush=True)
 
 
-def one(way: str, folder: Path) -> tuple[dict[str, float], str]:
+def one(way: str, folder: Path, processes: int) -> tuple[dict[str, float], str]:
     """Returns a dict from the name of each event to the seconds since the fault, and the launcher's line about the
     process that failed."""
     index, number, words = WAYS[way]
     if number is None:
         (folder / "sitecustomize.py").write_text(HANGS)
     environment = os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    command = [sys.executable, LAUNCHER, "--devices", "1", "--restarts", "1", "--", *WORDS, *words]
     process = subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        _command(processes, 1, *words),
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     hit, last, said, seconds = 0.0, -1, "", {}
     assert process.stdout is not None
@@ -116,12 +124,12 @@ def one(way: str, folder: Path) -> tuple[dict[str, float], str]:
     return seconds, said
 
 
-def goodput(folder: Path, seconds: float, every: float) -> None:
+def goodput(folder: Path, processes: int, seconds: float, every: float) -> None:
     from trainer.observe.goodput import read_goodput
 
     faults, missed = 0, 0
     with _log(folder).open("w") as log:
-        process, started = _begun(folder, log, restarts=1000), time.monotonic()
+        process, started = _begun(folder, log, processes, restarts=1000), time.monotonic()
 
         def ended(passed: float) -> bool:
             """Waits until `passed` seconds after the start. Returns whether the launcher has ended by then."""
@@ -131,7 +139,7 @@ def goodput(folder: Path, seconds: float, every: float) -> None:
 
         while not ended(min(seconds, every * (faults + missed + 1))) and every * (faults + missed + 1) < seconds:
             try:
-                os.kill(_pid(process.pid, (faults + missed) % 2, True), signal.SIGKILL)
+                os.kill(_pid(process.pid, (faults + missed) % processes, True), signal.SIGKILL)
                 faults += 1
             except (StopIteration, IndexError, OSError):  # the process is just being started
                 missed += 1
@@ -147,9 +155,9 @@ def goodput(folder: Path, seconds: float, every: float) -> None:
     )
 
 
-def supervision(folder: Path, seconds: float) -> None:
+def supervision(folder: Path, processes: int, seconds: float) -> None:
     with _log(folder).open("w") as log:
-        process = _begun(folder, log, restarts=0)
+        process = _begun(folder, log, processes, restarts=0)
         while not (before := _steps(folder)):
             time.sleep(1)
         first = [_cpu(pid) for pid in _children(process.pid)]
@@ -162,9 +170,15 @@ def supervision(folder: Path, seconds: float) -> None:
     print(f"then {an_hour} s an hour, at {steps / seconds:.1f} steps a second; load {os.getloadavg()[0]:.1f}")
 
 
-def _begun(folder: Path, log: IO[str], restarts: int) -> subprocess.Popen[str]:
-    command = [sys.executable, LAUNCHER, "--devices", "1", "--restarts", str(restarts), "--", *WORDS, "supervise=true"]
+def _begun(folder: Path, log: IO[str], processes: int, restarts: int) -> subprocess.Popen[str]:
+    command = _command(processes, restarts, "supervise=true")
     return subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT, text=True)
+
+
+def _command(processes: int, restarts: int, *words: str) -> list[str]:
+    """Returns the launcher's command for a run with additional arguments."""
+    numbers = ["-n", str(processes), "--devices", "1", "--restarts", str(restarts)]
+    return [sys.executable, LAUNCHER, *numbers, "--", *WORDS, *words]
 
 
 def _log(folder: Path) -> Path:

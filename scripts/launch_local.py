@@ -12,9 +12,10 @@ CPU devices instead of the machine's devices.
 
 When a process ends with an error or no longer responds, the launcher reports the process, what it was doing, and its
 error; ends the others; and exits with the code of the failed process. With --restarts N, it restarts all processes at
-most N times, after 1, 2, 4 ... 30 seconds. It does not restart them after a user's error (exit code 2), after a request
-to end, or after three failures at the same step, which it reads from the output of process 0. SIGTERM and Ctrl-C are
-passed to all processes, and nothing is started after them.
+most N times: after 1 second, or after 2 seconds if no new step was completed since the last restart. It does not
+restart them after a user's error (exit code 2), after a request to end, or after three failures at the same step, which
+it reads from the output of process 0. SIGTERM and Ctrl-C are passed to all processes, and nothing is started after
+them.
 """
 
 import argparse
@@ -46,7 +47,8 @@ _ABORTED = (
 _LOST = {*_ABORTED, _HANG}  # exit codes of processes that have waited for another process in vain
 _OBEYED = (128 + signal.SIGTERM, 128 + signal.SIGINT, -signal.SIGINT)  # exit codes of processes that ended on request
 _SIGNALS = {int(number) for number in signal.Signals}
-_SAME_STEP, _LONGEST_PAUSE = 3, 30.0
+_SAME_STEP = 3  # successive failures without a new step after which nothing is restarted
+_PAUSE = 1.0  # seconds before a restart; doubled at each failure without a new step
 # Lines that begin with these texts are not shown: output of JAX's collectives when they connect, and the C++ stack
 # trace when JAX aborts a process that has lost contact with another.
 _NOISE = ("[Gloo] Rank", "*** Check failure stack trace", "    @     0x")
@@ -222,7 +224,7 @@ class _Job:
             if why := _why_not(code, failures, best, restart == restarts):
                 _say(f"not started again: {why}")
                 break
-            pause = min(2.0 ** min(restart, 5), _LONGEST_PAUSE)
+            pause = _PAUSE * 2 ** (failures - 1)
             _say(f"restart {restart + 1} of {restarts} in {pause:.0f} s, from the newest checkpoint")
             until = time.monotonic() + pause
             while time.monotonic() < until and not self.requests:

@@ -1,6 +1,7 @@
 """scripts/launch_local.py names the process that caused a failure, and restarts a failed job, within limits."""
 
 import importlib.util
+import re
 import signal
 import subprocess
 import sys
@@ -64,7 +65,7 @@ def job(launcher, tmp_path, monkeypatch):
     """Yields a function that makes a job of two processes from a plan."""
     (tmp_path / "program.py").write_text(PROGRAM)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launcher, "_LONGEST_PAUSE", 0.0)
+    monkeypatch.setattr(launcher, "_PAUSE", 0.0)
 
     shown = (tmp_path / "shown").open("w")
 
@@ -176,8 +177,14 @@ def test_starts_again(job, plan, code, starts, why, tmp_path, capsys):
         )
 
 
+def test_the_pause_doubles_at_a_failure_without_a_new_step(launcher, job, monkeypatch, capsys):
+    monkeypatch.setattr(launcher, "_PAUSE", 0.5)
+    assert job("0:1,0:1,3:1,4:0", "--restarts", "4").run() == 0
+    assert re.findall(r" in (\d) s, from", capsys.readouterr().err) == ["0", "1", "0"]  # 0.5, 1.0, 0.5
+
+
 def test_nothing_starts_after_a_request_to_end(launcher, job, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(launcher, "_LONGEST_PAUSE", 600.0)
+    monkeypatch.setattr(launcher, "_PAUSE", 600.0)
     asked = job("3:waits,4:0", "--restarts", "4")
 
     def ask():
