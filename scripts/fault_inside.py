@@ -8,8 +8,8 @@ The environment variable FAULTS is a JSON object:
   run     the run's folder
   volume  a small file system that contains the run, and that the fault "full disk" fills; "": the fault is simulated
   faults  a list of objects: kind, moment, process (null: any), call (which call of the moment's function, from 1),
-          delay (seconds from that call to the fault), file (which of the newest checkpoint's sorted files to damage, as
-          a fraction in [0, 1))
+          delay (seconds from that call to the fault), draw (a number in [0, 1) that determines the damaged file, as a
+          fraction of the newest checkpoint's sorted files, or the jump of the clock)
 Each fault strikes once, and each start of the run has only one fault: the first that has not yet struck. If the list of
 faults is empty, the calls of each moment's function are counted instead.
 """
@@ -53,6 +53,9 @@ MOMENTS = {
     "deletion": "trainer.checkpoint.manager:remove_tree",
 }
 HANG = "hang"  # an endless wait, within the moment's function
+CLOCK = "clock"  # time.time() jumps; for half of the draws, SIGKILL follows after a second
+JUMPS = (-86400.0, -60.0, 60.0, 3600.0, 86400.0, 365 * 86400.0)  # seconds
+SLOW, SLOWED = "slow disk", 0.1  # seconds that each operation of Python on a file of the run takes from then on
 SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
 FULL, BALLAST = "full disk", "ballast"
 # Maps a moment to the maximum bytes per file after a simulated full disk has struck at this moment. The operating
@@ -193,12 +196,32 @@ def _strike(fault: dict[str, Any], mark: Path, run: Path, volume: str) -> None:
     elif kind == HANG:
         mark.write_text(str(os.getpid()))
         time.sleep(1e6)
+    elif kind == CLOCK:
+        _jump(fault["draw"])
+    elif kind == SLOW:
+        sys.addaudithook(functools.partial(_slowed, str(run)))
     elif kind in DAMAGES:
-        _damage(kind, run, fault["file"], mark)
+        _damage(kind, run, fault["draw"], mark)
         if moment != "restore":
             os.kill(os.getpid(), signal.SIGKILL)
     else:
         os.kill(os.getpid(), SIGNALS[kind])
+
+
+def _jump(draw: float) -> None:
+    jump, clock, clock_ns = JUMPS[int(draw * len(JUMPS))], time.time, time.time_ns
+    time.time = lambda: clock() + jump
+    time.time_ns = lambda: clock_ns() + int(jump * 1e9)
+    if draw * len(JUMPS) % 1 < 0.5:
+        timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL))
+        timer.daemon = True
+        timer.start()
+
+
+def _slowed(run: str, event: str, args: tuple[Any, ...]) -> None:
+    """An audit hook that delays each operation of Python on a file of the run."""
+    if (event == "open" or event.startswith("os.")) and args and str(args[0]).startswith(run):
+        time.sleep(SLOWED)
 
 
 def _damage(kind: str, run: Path, at: float, mark: Path) -> None:

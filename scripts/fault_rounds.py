@@ -15,13 +15,14 @@ the end.
 The rows must then be the same, but losses and arrays need only agree within LOSSES and ARRAYS. --processes 2:4 requires
 the optimizer SGD, because other optimizers amplify the rounding errors of gradients near zero.
 
-A full disk is simulated within the process. With --volume FOLDER, a small file system that contains the runs is filled
-instead:
+A full disk, a slow disk and a clock that jumps are simulated within the process. With --volume FOLDER, a small file
+system that contains the runs is filled instead:
 `unshare -Urm sh -c 'mount -t tmpfs -o size=32m none FOLDER && python scripts/fault_rounds.py --volume FOLDER ...'`.
 
-A round is determined by its seed and the command line: `--seed 17 --rounds 1` repeats round 17. --results appends the
-result of each round to a file; rounds that the file reports as equal are not run again. If a round fails, its folder is
-kept, the other rounds still run, and the exit code is 1.
+A round is determined by its seed and the command line: `--seed 17 --rounds 1` repeats round 17. Only the delay of the
+moment "any time" also depends on the duration of the undisturbed run. --results appends the result of each round to a
+file; rounds that the file reports as equal are not run again. If a round fails, its folder is kept, the other rounds
+still run, and the exit code is 1.
 """
 
 import argparse
@@ -41,7 +42,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fault_inside import ANY_TIME, BALLAST, DAMAGES, FULL, HANG, MOMENTS
+from fault_inside import ANY_TIME, BALLAST, CLOCK, DAMAGES, FULL, HANG, MOMENTS, SLOW
 
 LAUNCHER = Path(__file__).with_name("launch_local.py")
 RESTORING = ("verification", "restore")  # moments of a resumed run only, so a kill must end the run first
@@ -69,13 +70,16 @@ FAULTS: dict[str, tuple[Sequence[str], int]] = {
     "term": (EVERYWHERE, 128 + signal.SIGTERM),
     "stop": (EVERYWHERE, 0),
     HANG: (list(HANGING), 0),
+    CLOCK: (EVERYWHERE, 0),
     FULL: (WRITING, 2),
+    SLOW: (sorted({*WRITING, *DAMAGING}), 0),
     **dict.fromkeys(DAMAGES, (DAMAGING, 2)),
 }
 LIMIT = 900  # seconds after which a launcher must have ended
 # Maximum differences after a change of the number of processes, relative for numbers above 1.
 LOSSES = 3e-6  # of all floats in the metrics
 ARRAYS = 1e-5  # of the arrays of the last checkpoint
+NOT_REACHED = "equal, but not reached"  # the result of a round whose fault did not strike
 DELAY = 0.1  # maximum seconds from a call to the fault
 
 
@@ -155,13 +159,13 @@ def drawn(
         fault["delay"] = draw.uniform(0, whole.seconds)
     if moment == "preparation of data":
         fault["process"] = None  # whichever process comes first prepares the data
-    if kind in (FULL, HANG):
+    if kind in (FULL, HANG, SLOW):
         fault["delay"] = 0.0  # the call itself fails
     # A kill after which the run resumes. It comes near the run's end, so that there is a checkpoint to resume from.
     first = {"kind": "kill", "moment": "step", "process": draw.randrange(count), "delay": 0.0}
     steps = counts[0]["step"]
     first["call"] = draw.randint(steps * 2 // 3, steps)
-    fault["file"] = draw.random()
+    fault["draw"] = draw.random()
     return Round(seed, count, then, [first, fault] if moment in RESTORING else [fault])
 
 
@@ -203,6 +207,10 @@ def launch(
             raise AssertionError(f"the launcher did not end within {LIMIT} s") from None
         finally:
             launcher.terminate()  # the launcher ends its processes
+            try:
+                launcher.wait(60)
+            except subprocess.TimeoutExpired:
+                launcher.kill()
         log.seek(before)
         return launcher.returncode, log.read()
 
@@ -296,7 +304,7 @@ def disturbed(one: Round, words: Sequence[str], folder: Path, module: str, whole
       AssertionError: the run did not end as it should, or its outcome differs from that of `whole`.
     """
     kind, codes, mark = one.faults[-1]["kind"], [], folder / f"struck-{len(one.faults) - 1}"
-    words = [*words, *(SUPERVISED if kind in ("stop", HANG) else ())]
+    words = [*words, *(SUPERVISED if kind in ("stop", HANG, SLOW) else ())]
     for name in ("runs", "cache") if volume else ():
         place = Path(volume) / folder.name / name
         place.mkdir(parents=True)
@@ -336,7 +344,7 @@ def disturbed(one: Round, words: Sequence[str], folder: Path, module: str, whole
         found = differences(whole.outcome, outcome(folder))
         assert not found, f"differs: {found}"
         how = "equal in every bit"
-    how = how if mark.exists() else "equal, but not reached"
+    how = how if mark.exists() else NOT_REACHED
     more = f", {damaged}" if damaged.parts else f", {hang(one, folder, mark)}" if kind == HANG and mark.exists() else ""
     return f"{how}, exit {', '.join(map(str, codes))}{more}"
 
@@ -436,7 +444,11 @@ def main() -> int:
         parser.error(f"--results {options.results} belongs to another command: {before.partition(chr(10))[0]}")
     done = {int(seed) for seed in re.findall(r"^seed (\d+): .*: equal", before, re.MULTILINE)}
 
+    missed = 0
+
     def say(line: str) -> None:
+        nonlocal missed
+        missed += NOT_REACHED in line
         print(line, flush=True)
         if options.results:
             with options.results.open("a") as file:
@@ -445,9 +457,11 @@ def main() -> int:
     seeds = [seed for seed in range(options.seed, options.seed + options.rounds) if seed not in done]
     counts = [[int(count) for count in pair.split(":")] for pair in options.processes.split(",")]
     processes, folder = [(pair[0], pair[-1]) for pair in counts], Path(tempfile.mkdtemp())
+    if any(count != then for count, then in processes) and "opt_type=sgd" not in words:
+        parser.error(f"--processes {options.processes} requires opt_type=sgd")
     kinds, moments = options.faults.split(","), options.moments.split(",")
     failed = rounds(words, seeds, folder, processes, kinds, say, options.module, moments, options.volume)
-    print(f"{len(seeds)} rounds, {failed} failed; {len(done)} were done before")
+    print(f"{len(seeds)} rounds, {failed} failed, {missed} without their fault; {len(done)} were done before")
     if not failed:
         shutil.rmtree(folder)
     return 1 if failed else 0
