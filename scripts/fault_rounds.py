@@ -311,7 +311,7 @@ def disturbed(one: Round, words: Sequence[str], folder: Path, module: str, whole
         folder.mkdir(exist_ok=True)
         (folder / name).symlink_to(place)
     moves, devices = one.then != one.processes, max(one.then, one.processes)
-    while not (folder / "runs/run/finished").exists():
+    while not codes or codes[-1]:  # a finished run can still lose its last checkpoint
         count, here = one.then if codes else one.processes, 0 if moves and not codes else 3
         code, said = launch(
             words,
