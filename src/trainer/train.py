@@ -298,6 +298,13 @@ def _train(loaded: Loaded, kind: Kind, run, dataset, prompt, run_dir, timeline, 
             manager = CheckpointManager(run_dir.folder, run.config, console.say, run_dir.check)
             stack.enter_context(manager)
         resumes = manager is not None and manager.latest is not None
+
+        def open_timeline() -> None:
+            saves = run.config.enable_checkpointing
+            agreed(lambda: timeline.open(run_dir.path, is_first(), saves, console.say))
+
+        if resumes and not run_dir.finished:
+            open_timeline()  # a process that is killed during its restore has spent time, too
         with timeline.during(RESTORE) if resumes else contextlib.nullcontext():
             begin = _start(loaded, run, dataset, prompt, manager, console)
         if begin.updates == run.config.steps and run_dir.finished:
@@ -312,8 +319,7 @@ def _train(loaded: Loaded, kind: Kind, run, dataset, prompt, run_dir, timeline, 
         # All possible errors in the command have been reported by now, so the run may write to its folder.
         entry = start_entry(run, begin, loaded.sources)
         run_dir.begin(to_yaml(run.config), entry, resumed=begin.resumed, say=console.say)
-        saves = run.config.enable_checkpointing
-        agreed(lambda: timeline.open(run_dir.path, is_first(), saves, console.say))
+        open_timeline()
         if begin.updates < run.config.steps:
             with timeline.during(COMPILATION):
                 compiled = compiled or compiled_step(run, run_dir.folder, console.say)
