@@ -31,6 +31,7 @@ _JOB_START, _JOB_END, _STEP_START, _STEP = "job_start_time", "job_end_time", "st
 _EVENT, _EVENT_START, _EVENT_END = (f"custom_badput_event_{what}" for what in ("type", "start_time", "end_time"))
 _ALIVE, _ALIVE_SECONDS = "alive_time", 5.0
 _TIMES = (_JOB_START, _STEP_START, _EVENT_START, _EVENT_END, _JOB_END, _ALIVE)
+_EVENTS = (ROLLOUTS, START, RESTORE, COMPILATION, EVALUATION, SAVE, END)  # the valid types of events
 _LATEST = 1e12  # the greatest valid time, in seconds since 1970
 # Fields of the event that ends a step. They contain the seconds that the step waited for data or rollouts.
 _WAITED = {"data_wait": DATA, "rollouts_wait": ROLLOUTS}
@@ -53,15 +54,15 @@ class Goodput:
     def add(self, event: Mapping[str, Any]) -> None:
         """Adds the next event. Ignores objects that are not events, for example in an edited file."""
         name = next((name for name in _TIMES if name in event), "")
-        at, step = _seconds(event.get(name)), event.get(_STEP, 0)
-        if at is None or not isinstance(step, int) or step < 0:
+        at, step, part = _seconds(event.get(name)), event.get(_STEP, 0), event.get(_EVENT)
+        if at is None or not isinstance(step, int) or step < 0 or (name == _EVENT_START and part not in _EVENTS):
             return
         if self._phase:
             self._spend(BETWEEN if name == _JOB_START else self._nested or self._phase, max(0.0, at - self._at), event)
         self._at = at
         if name == _ALIVE:
             return
-        self._nested = str(event.get(_EVENT)) if name == _EVENT_START else ""
+        self._nested = part if name == _EVENT_START else ""
         if name == _JOB_START:
             self.processes, self._phase = self.processes + 1, START
         elif name == _STEP_START:
@@ -80,7 +81,7 @@ class Goodput:
                 seconds -= waited
             self._steps[-1] += seconds
         else:
-            self._spent[part] = self._spent.get(part, 0.0) + seconds
+            self._spent[part] += seconds
 
     def _begin(self, step: int) -> None:
         """Begins a step. If the step was executed before, the time of its earlier execution, and of all recorded steps

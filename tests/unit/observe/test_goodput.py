@@ -74,11 +74,20 @@ def test_no_time_counts_between_a_finished_run_and_its_continuation():
 
 @pytest.mark.parametrize(
     "line",
-    ["", "[1]", '{"step_start_time": "x", "step_count": 1}', '{"step_start_time": 118', '{"job_start_time": 1e999}'],
+    [
+        "",
+        "[1]",
+        '{"step_start_time": "x", "step_count": 1}',
+        '{"step_start_time": 118',
+        '{"job_start_time": 1e999}',
+        '{"custom_badput_event_start_time": 117, "custom_badput_event_type": "steps"}',
+        '{"custom_badput_event_start_time": 117, "custom_badput_event_type": ["x"]}',
+        '{"custom_badput_event_start_time": 117, "custom_badput_event_type": "checked"}',
+    ],
 )
 def test_lines_that_are_no_events(line, tmp_path):
     lines = [json.dumps(event) for event in KILLED + RESUMED]
-    (tmp_path / GOODPUT_FILE).write_text("\n".join([*lines[:6], line, *lines[6:]]))
+    (tmp_path / GOODPUT_FILE).write_text("\n".join([*lines[:5], line, *lines[5:]]))
     assert read_goodput(tmp_path).seconds() == SPENT
 
 
