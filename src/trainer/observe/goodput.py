@@ -42,10 +42,11 @@ class Goodput:
 
     Attributes:
       processes: the number of successive processes of the run.
+      backward: how many of them began before the last event of their predecessor, because their hosts' clocks differ.
     """
 
     def __init__(self) -> None:
-        self.processes = 0
+        self.processes = self.backward = 0
         self._spent = dict.fromkeys(PARTS, 0.0)
         self._first, self._steps = 0, array("d")  # seconds of each step's newest execution, from step `_first` on
         # The time of the last event; the current part; and the part that interrupts the current part ("": none).
@@ -58,6 +59,7 @@ class Goodput:
         if at is None or not isinstance(step, int) or step < 0 or (name == _EVENT_START and part not in _EVENTS):
             return
         if self._phase:
+            self.backward += name == _JOB_START and at < self._at
             self._spend(BETWEEN if name == _JOB_START else self._nested or self._phase, max(0.0, at - self._at), event)
         self._at = at
         if name == _ALIVE:
@@ -100,11 +102,18 @@ class Goodput:
         spent = self._spent | {STEPS: self._spent[STEPS] + sum(self._steps)}
         return {part: seconds for part, seconds in spent.items() if seconds}
 
+    def total(self) -> str:
+        """Returns a description of the total time: "1:02:11 in 3 processes"."""
+        text = f"{clock(sum(self.seconds().values()))} in {counted(self.processes, 'process', 'processes')}"
+        if self.backward:
+            text += f"; the clock went back at {counted(self.backward, 'start')}, so the time before is not counted"
+        return text
+
     def __str__(self) -> str:
         spent = self.seconds()
         whole = sum(spent.values())
         shares = [f"{part} {seconds / whole:.1%}" for part, seconds in spent.items() if seconds >= 0.005 * whole]
-        return f"{', '.join(shares)} of {clock(whole)} in {counted(self.processes, 'process', 'processes')}"
+        return f"{', '.join(shares)} of {self.total()}"
 
 
 class Timeline:

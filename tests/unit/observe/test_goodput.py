@@ -72,6 +72,17 @@ def test_no_time_counts_between_a_finished_run_and_its_continuation():
     assert run.seconds() == SPENT | {"start": SPENT["start"] + 1, "steps": SPENT["steps"] + 2}
 
 
+def test_a_clock_that_went_back_is_named():
+    run = spent(
+        [*KILLED, *({name: at - 20 if "time" in name else at for name, at in event.items()} for event in RESUMED)]
+    )
+    assert run.seconds() == {part: seconds for part, seconds in SPENT.items() if part != "between processes"}
+    assert str(run).endswith(
+        " of 0:00:45 in 2 processes; the clock went back at 1 start, so the time before is not counted"
+    )
+    assert "clock" not in str(spent([*KILLED, *RESUMED, *KILLED])), "a finished run and its continuation"
+
+
 @pytest.mark.parametrize(
     "line",
     [
