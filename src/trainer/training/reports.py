@@ -118,11 +118,14 @@ class _Files:
     ) -> tuple[list[dict[str, Any]], bool, bool]:
         """Opens the files; `stack` closes them. Returns the result of `earlier_evaluations`."""
         updates, resumes = begin.updates, self._config.enable_checkpointing
-        self._metrics = stack.enter_context(MetricsWriter(self._run_dir.path, updates, resumes=resumes, say=self._say))
+        check = self._run_dir.check
+        self._metrics = stack.enter_context(
+            MetricsWriter(self._run_dir.path, updates, resumes=resumes, say=self._say, check=check)
+        )
         self._page = ReportFile(self._run_dir.path, self._metrics.kept, self._say, self._timeline.goodput)
         stack.callback(self._write_page)  # even if the run fails
         for file in files:
-            copy = file.open(updates, resumed=begin.resumed, resumes=resumes, say=self._say)
+            copy = file.open(updates, resumed=begin.resumed, resumes=resumes, say=self._say, check=check)
             self._with_maxtext_names.append(stack.enter_context(copy))
         if self._config.enable_tensorboard:
             events = EventsWriter(self._run_dir.path, updates, resumes=resumes, say=self._say)

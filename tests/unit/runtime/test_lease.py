@@ -73,9 +73,8 @@ def test_an_owner_that_renews_no_more_loses_the_run_and_ends(tmp_path, taken, mo
     said, first = [], taken("there", renews=False)
     second = taken(say=said.append)
     assert said[1:] == ["it has not renewed its lease for 0 s: this process takes it over"]
-    first.check(look=False)
     with pytest.raises(UserError, match=rf"{tmp_path}: process \d+ on here, since .* has taken over this run; this"):
-        first.check()
+        first.check(look=False)
     first.close()
     second.check()
     assert of_file(tmp_path)["host"] == "here", "it took nothing away"
