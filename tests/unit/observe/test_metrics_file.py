@@ -195,7 +195,7 @@ def test_both_files_are_forced_to_disk_every_log_period(tmp_path, monkeypatch):
     mesh = SimpleNamespace(devices=np.array([SimpleNamespace(device_kind="cpu")]))
     run = SimpleNamespace(config=config, flops_per_token=1.0, mesh=mesh)
     begin = SimpleNamespace(updates=0, resumed=False)
-    console = SimpleNamespace(step=lambda row, steps: None, evaluation=lambda row: None, say=print, end_bar=lambda: None)
+    console = SimpleNamespace(step=lambda *args: None, evaluation=lambda row: None, say=print, end_bar=lambda: None)
     with contextlib.ExitStack() as stack:
         file = MetricsFile(str(tmp_path / "metrics.txt"), tmp_path / "mine", "mine")
         reports = open_reports(run, run_dir, begin, [file], console, Timeline(), stack)
