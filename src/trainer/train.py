@@ -205,6 +205,7 @@ def _opened(loaded: Loaded, kind: Kind):
     from trainer.runtime.agreement import agreed, check_same, from_first, is_first
     from trainer.runtime.versions import program
 
+    check_same(program)  # first, because processes whose code differs may fail or hang in what follows
     # Only the first process prints, except for errors.
     console = Console(None if is_first() else _Silence())
     for note in filter(None, (*loaded.notes, taken_from_model(loaded.config, loaded.sources))):
@@ -219,9 +220,7 @@ def _opened(loaded: Loaded, kind: Kind):
     config_yml = to_yaml(run.config)
     check_same(
         lambda: (
-            program()
-            | source_of_block(run.config)
-            | {"the configuration": config_yml, "the training data": dataset.fingerprint}
+            source_of_block(run.config) | {"the configuration": config_yml, "the training data": dataset.fingerprint}
         )
     )
     return console, run, dataset, prompt, config_yml
