@@ -64,7 +64,7 @@ class Goodput:
         self._at = at
         if name == _ALIVE:
             return
-        self._nested = part if name == _EVENT_START else ""
+        self._nested = str(part) if name == _EVENT_START else ""
         if name == _JOB_START:
             self.processes, self._phase = self.processes + 1, START
         elif name == _STEP_START:
@@ -185,6 +185,11 @@ class Timeline:
         self._write(_EVENT_START, **{_EVENT: END})
         self._begins(END)
 
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Writes an object that is not an event: it must have no field of `_TIMES`."""
+        with self._using:
+            self._record(row)
+
     def finish(self) -> None:
         """Marks the end of this process. The time until another process continues the run is not counted."""
         self._ended.set()
@@ -209,7 +214,7 @@ class Timeline:
             else:
                 self._record(event)
 
-    def _record(self, event: dict[str, Any]) -> None:
+    def _record(self, event: Mapping[str, Any]) -> None:
         if self._file is not None:
             self.goodput.add(event)
             self._append(self._file, f"{json.dumps(event)}\n".encode())

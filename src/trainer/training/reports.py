@@ -208,14 +208,18 @@ def open_reports(
     def waiting(begins: bool) -> None:
         timeline.within(waits_for if begins else "")
 
-    earlier, times = (evaluations, unevaluated, untested), _times(config, console.say)
+    earlier, times = (evaluations, unevaluated, untested), _times(config, timeline, console.say)
     return Reports(on_step, on_evaluation, written.sync, *earlier, profiler, timeline.during, waiting, times)
 
 
-def _times(config: Config, say: Callable[[str], None]) -> Callable[[int, float, float, float], None]:
+def _times(
+    config: Config, timeline: Timeline, say: Callable[[str], None]
+) -> Callable[[int, float, float, float], None]:
     """Returns `Reports.times`, which detects stragglers; with a single process it does nothing."""
     hosts = gather(platform.node())
-    return Stragglers(config.log_period, hosts, gather_later, say).add if hosts[1:] else lambda *times: None
+    if not hosts[1:]:
+        return lambda *times: None
+    return Stragglers(config.log_period, hosts, gather_later, say, timeline.add).add
 
 
 def lacks_best(row: Mapping[str, Any], config: Config) -> str | None:
