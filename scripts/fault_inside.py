@@ -44,7 +44,7 @@ MOMENTS = {
     "round": "trainer.rl.rollouts:Rollouts._make",
     "rewards": "trainer.rl.rewards:Rewards.__call__",
     "evaluation": "trainer.training.loop:evaluate",
-    "row of metrics": "trainer.observe.appended:AppendedFile.append",
+    "row of metrics": "trainer.observe.metrics:MetricsWriter.write",
     "save": "trainer.checkpoint.manager:CheckpointManager.save",
     "sidecar": "trainer.checkpoint.sidecar:SidecarFiles._write",
     "checksums": "trainer.checkpoint.manager:write_sums",

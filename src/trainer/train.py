@@ -205,6 +205,7 @@ def _opened(loaded: Loaded, kind: Kind):
     from trainer.runtime.agreement import agreed, check_same, from_first, is_first
     from trainer.runtime.versions import program
 
+    check_same(program)  # first, because processes whose code differs may fail or hang in what follows
     # Only the first process prints, except for errors.
     console = Console(None if is_first() else _Silence())
     for note in filter(None, (*loaded.notes, taken_from_model(loaded.config, loaded.sources))):
@@ -219,9 +220,7 @@ def _opened(loaded: Loaded, kind: Kind):
     config_yml = to_yaml(run.config)
     check_same(
         lambda: (
-            program()
-            | source_of_block(run.config)
-            | {"the configuration": config_yml, "the training data": dataset.fingerprint}
+            source_of_block(run.config) | {"the configuration": config_yml, "the training data": dataset.fingerprint}
         )
     )
     return console, run, dataset, prompt, config_yml
@@ -298,6 +297,13 @@ def _train(loaded: Loaded, kind: Kind, run, dataset, prompt, run_dir, timeline, 
             manager = CheckpointManager(run_dir.folder, run.config, console.say, run_dir.check)
             stack.enter_context(manager)
         resumes = manager is not None and manager.latest is not None
+
+        def open_timeline() -> None:
+            saves = run.config.enable_checkpointing
+            agreed(lambda: timeline.open(run_dir.path, is_first(), saves, console.say))
+
+        if resumes and not run_dir.finished:
+            open_timeline()  # a process that is killed during its restore has spent time, too
         with timeline.during(RESTORE) if resumes else contextlib.nullcontext():
             begin = _start(loaded, run, dataset, prompt, manager, console)
         if begin.updates == run.config.steps and run_dir.finished:
@@ -312,8 +318,7 @@ def _train(loaded: Loaded, kind: Kind, run, dataset, prompt, run_dir, timeline, 
         # All possible errors in the command have been reported by now, so the run may write to its folder.
         entry = start_entry(run, begin, loaded.sources)
         run_dir.begin(to_yaml(run.config), entry, resumed=begin.resumed, say=console.say)
-        saves = run.config.enable_checkpointing
-        agreed(lambda: timeline.open(run_dir.path, is_first(), saves, console.say))
+        open_timeline()
         if begin.updates < run.config.steps:
             with timeline.during(COMPILATION):
                 compiled = compiled or compiled_step(run, run_dir.folder, console.say)

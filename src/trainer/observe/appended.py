@@ -17,13 +17,19 @@ class AppendedFile:
     If the file is removed or replaced, it is written again with its complete content.
     """
 
-    def __init__(self, path: Path, resumes: bool, say: Callable[[str], None]):
-        """`resumes`: whether the run saves checkpoints; if so, error messages advise resuming it. `say`: prints a line.
+    def __init__(self, path: Path, resumes: bool, say: Callable[[str], None], check: Callable[[], None] = lambda: None):
+        """Opens or creates the file.
+
+        Args:
+          resumes: whether the run saves checkpoints; if so, error messages advise resuming it.
+          say: prints a line.
+          check: raises UserError if another process has taken over the run. It is called before the file is written
+            again, because that process may be the one that has replaced the file.
 
         Raises:
           UserError: the file cannot be written.
         """
-        self._path, self._resumes, self._say = path, resumes, say
+        self._path, self._resumes, self._say, self._check = path, resumes, say, check
         with disk_errors(path, resumes):
             self._open()
 
@@ -39,6 +45,7 @@ class AppendedFile:
                 data = data[self._file.write(data) :]
 
     def _write_again(self) -> None:
+        self._check()
         other = f"replaced (the replacement is now {set_aside(self._path)})" if self._path.exists() else "removed"
         self._content.seek(0)
         replace_file(self._path, self._content.read())

@@ -1,18 +1,22 @@
 """goodput.jsonl: how a run spends its time, over all of its processes.
 
 Each line is an event with its time in seconds since 1970. The field names are from ml_goodput_measurement 0.2.3, which
-MaxText uses. The time between two successive events is attributed to the earlier one. A killed process writes no
-job_end_time, and the time from its last event to the start of the next process counts as "between processes".
+MaxText uses; only alive_time is not. The time between two successive events is attributed to the earlier one. A killed
+process writes no job_end_time, and the time from its last event to the start of the next process counts as "between
+processes". The events alive_time, one every 5 seconds, make this time short.
 """
 
 import contextlib
 import json
+import os
+import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
+from trainer.config.errors import UserError
 from trainer.config.json_files import parsed
 from trainer.config.words import counted
 from trainer.observe.appended import AppendedFile, disk_errors
@@ -25,7 +29,9 @@ BETWEEN = "between processes"
 PARTS = (STEPS, ROLLOUTS, DATA, REPEATED, START, RESTORE, COMPILATION, EVALUATION, SAVE, END, BETWEEN)
 _JOB_START, _JOB_END, _STEP_START, _STEP = "job_start_time", "job_end_time", "step_start_time", "step_count"
 _EVENT, _EVENT_START, _EVENT_END = (f"custom_badput_event_{what}" for what in ("type", "start_time", "end_time"))
-_TIMES = (_JOB_START, _STEP_START, _EVENT_START, _EVENT_END, _JOB_END)
+_ALIVE, _ALIVE_SECONDS = "alive_time", 5.0
+_TIMES = (_JOB_START, _STEP_START, _EVENT_START, _EVENT_END, _JOB_END, _ALIVE)
+_EVENTS = (ROLLOUTS, START, RESTORE, COMPILATION, EVALUATION, SAVE, END)  # the valid types of events
 _LATEST = 1e12  # the greatest valid time, in seconds since 1970
 # Fields of the event that ends a step. They contain the seconds that the step waited for data or rollouts.
 _WAITED = {"data_wait": DATA, "rollouts_wait": ROLLOUTS}
@@ -36,10 +42,11 @@ class Goodput:
 
     Attributes:
       processes: the number of successive processes of the run.
+      backward: how many of them began before the last event of their predecessor, because their hosts' clocks differ.
     """
 
     def __init__(self) -> None:
-        self.processes = 0
+        self.processes = self.backward = 0
         self._spent = dict.fromkeys(PARTS, 0.0)
         self._first, self._steps = 0, array("d")  # seconds of each step's newest execution, from step `_first` on
         # The time of the last event; the current part; and the part that interrupts the current part ("": none).
@@ -48,12 +55,16 @@ class Goodput:
     def add(self, event: Mapping[str, Any]) -> None:
         """Adds the next event. Ignores objects that are not events, for example in an edited file."""
         name = next((name for name in _TIMES if name in event), "")
-        at, step = _seconds(event.get(name)), event.get(_STEP, 0)
-        if at is None or not isinstance(step, int) or step < 0:
+        at, step, part = _seconds(event.get(name)), event.get(_STEP, 0), event.get(_EVENT)
+        if at is None or not isinstance(step, int) or step < 0 or (name == _EVENT_START and part not in _EVENTS):
             return
         if self._phase:
+            self.backward += name == _JOB_START and at < self._at
             self._spend(BETWEEN if name == _JOB_START else self._nested or self._phase, max(0.0, at - self._at), event)
-        self._at, self._nested = at, str(event.get(_EVENT)) if name == _EVENT_START else ""
+        self._at = at
+        if name == _ALIVE:
+            return
+        self._nested = str(part) if name == _EVENT_START else ""
         if name == _JOB_START:
             self.processes, self._phase = self.processes + 1, START
         elif name == _STEP_START:
@@ -72,7 +83,7 @@ class Goodput:
                 seconds -= waited
             self._steps[-1] += seconds
         else:
-            self._spent[part] = self._spent.get(part, 0.0) + seconds
+            self._spent[part] += seconds
 
     def _begin(self, step: int) -> None:
         """Begins a step. If the step was executed before, the time of its earlier execution, and of all recorded steps
@@ -91,11 +102,18 @@ class Goodput:
         spent = self._spent | {STEPS: self._spent[STEPS] + sum(self._steps)}
         return {part: seconds for part, seconds in spent.items() if seconds}
 
+    def total(self) -> str:
+        """Returns a description of the total time: "1:02:11 in 3 processes"."""
+        text = f"{clock(sum(self.seconds().values()))} in {counted(self.processes, 'process', 'processes')}"
+        if self.backward:
+            text += f"; the clock went back at {counted(self.backward, 'start')}, so the time before is not counted"
+        return text
+
     def __str__(self) -> str:
         spent = self.seconds()
         whole = sum(spent.values())
         shares = [f"{part} {seconds / whole:.1%}" for part, seconds in spent.items() if seconds >= 0.005 * whole]
-        return f"{', '.join(shares)} of {clock(whole)} in {counted(self.processes, 'process', 'processes')}"
+        return f"{', '.join(shares)} of {self.total()}"
 
 
 class Timeline:
@@ -110,42 +128,52 @@ class Timeline:
         self._tell, self._phase = tell or (lambda word, text: None), START
         self._waiting: list[dict[str, Any]] | None = []
         self._file: AppendedFile | None = None
+        self._path, self._before, self._size = Path(), 0, 0  # the file, its size before this process, its size now
+        self._begun = False
+        self._using, self._ended = threading.Lock(), threading.Event()
         self.started = time.perf_counter()
         self._offset = time.time() - self.started  # the machine's clock may be changed during training
-        self._write({_JOB_START: self._now()})
+        self._write(_JOB_START)
 
     def open(self, folder: Path, writes: bool, resumes: bool, say: Callable[[str], None]) -> None:
-        """Writes all events so far to the file in the run's `folder`. Later events are written immediately.
+        """Writes all events so far to the file in the run's `folder`. Later events are written immediately, and a
+        thread records that this process is alive. Does nothing if the file is already open.
+
+        A UserError before the first step removes this process's events from the file: the command is refused.
 
         `writes`: whether this process writes the file; otherwise its events are dropped.
         `resumes`, `say`: see `AppendedFile`. Raises UserError if the file cannot be written.
         """
+        if self._waiting is None:
+            return
         self._tell("folder", str(folder))
-        waiting, self._waiting = self._waiting or [], None
+        waiting, self._waiting = self._waiting, None
         if not writes:
             return
-        path = folder / GOODPUT_FILE
-        with disk_errors(path, resumes):
-            cut = path.exists() and not path.read_bytes().endswith(b"\n")  # a killed process left an incomplete line
-        self.goodput, self._file = read_goodput(folder), AppendedFile(path, resumes, say)
-        if cut:
-            self._file.append(b"\n")
+        self._path = folder / GOODPUT_FILE
+        with disk_errors(self._path, resumes):
+            found = self._path.read_bytes() if self._path.exists() else b""
+        self.goodput, self._file = read_goodput(folder), AppendedFile(self._path, resumes, say)
+        self._before = self._size = len(found)
+        if found and not found.endswith(b"\n"):  # a killed process left an incomplete line
+            self._append(self._file, b"\n")
         for event in waiting:
-            self._write(event)
+            self._record(event)
+        threading.Thread(target=self._live, daemon=True).start()
 
     @contextlib.contextmanager
     def during(self, part: str) -> Iterator[None]:
         """Counts the time of the `with` block as `part` instead of as a step. These blocks must not be nested."""
-        self._write({_EVENT_START: self._now(), _EVENT: part})
+        self._write(_EVENT_START, **{_EVENT: part})
         self._tell("done", part)
         yield
-        self._write({_EVENT_END: self._now(), _EVENT: part})
+        self._write(_EVENT_END, **{_EVENT: part})
         self._tell("done", self._phase)
 
     def step(self, step: int, **waited: float) -> None:
         """Begins a step. `waited`: the seconds that the previous step waited for data (argument `data_wait`) or for
         rollouts (argument `rollouts_wait`)."""
-        self._write({_STEP_START: self._now(), _STEP: step, **waited})
+        self._write(_STEP_START, **{_STEP: step}, **waited)
         self._begins(f"step {step}")
 
     def within(self, part: str) -> None:
@@ -154,33 +182,58 @@ class Timeline:
 
     def end(self) -> None:
         """Marks the end of the run's steps. Evaluations and saves may follow."""
-        self._write({_EVENT_START: self._now(), _EVENT: END})
+        self._write(_EVENT_START, **{_EVENT: END})
         self._begins(END)
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Writes an object that is not an event: it must have no field of `_TIMES`."""
+        with self._using:
+            self._record(row)
 
     def finish(self) -> None:
         """Marks the end of this process. The time until another process continues the run is not counted."""
-        self._write({_JOB_END: self._now()})
+        self._ended.set()
+        self._write(_JOB_END)
 
     def _begins(self, phase: str) -> None:
-        self._phase = phase
+        self._phase, self._begun = phase, True
         self._tell("done", phase)
 
-    def _now(self) -> float:
-        return self._offset + time.perf_counter()
+    def _live(self) -> None:
+        while not self._ended.wait(_ALIVE_SECONDS):
+            with contextlib.suppress(UserError):  # the main thread will raise it
+                self._write(_ALIVE)
 
-    def _write(self, event: dict[str, Any]) -> None:
-        if self._waiting is not None:
-            self._waiting.append(event)
-        elif self._file is not None:
+    def _write(self, name: str, **fields: Any) -> None:
+        with self._using:
+            if name == _ALIVE and self._ended.is_set():
+                return
+            event = {name: self._offset + time.perf_counter(), **fields}
+            if self._waiting is not None:
+                self._waiting.append(event)
+            else:
+                self._record(event)
+
+    def _record(self, event: Mapping[str, Any]) -> None:
+        if self._file is not None:
             self.goodput.add(event)
-            self._file.append(f"{json.dumps(event)}\n".encode())
+            self._append(self._file, f"{json.dumps(event)}\n".encode())
+
+    def _append(self, file: AppendedFile, data: bytes) -> None:
+        file.append(data)
+        self._size += len(data)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._file is not None:
-            self._file.close()
+        self._ended.set()
+        with self._using, contextlib.suppress(OSError):
+            if self._file is not None:
+                self._file.close()
+                refused = isinstance(error[1], UserError) and not self._begun
+                if refused and self._path.stat().st_size == self._size:  # no new owner of the run has written to it
+                    os.truncate(self._path, self._before)
 
 
 def read_goodput(folder: Path) -> Goodput:

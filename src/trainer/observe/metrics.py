@@ -33,10 +33,11 @@ class MetricsWriter(AppendedFile):
         *,
         resumes: bool = True,
         say: Callable[[str], None] = print,
+        check: Callable[[], None] = lambda: None,
     ):
         """If the file exists, keeps its rows of steps below `step`, and removes later rows and a truncated last line.
 
-        `resumes`, `say`: see `AppendedFile`; `say` gets a line if the file has to be written again.
+        `resumes`, `say`, `check`: see `AppendedFile`; `say` gets a line if the file has to be written again.
 
         Raises:
           UserError: the file cannot be written, or a line is not a valid row.
@@ -44,7 +45,7 @@ class MetricsWriter(AppendedFile):
         path = folder / name
         with disk_errors(path, resumes):
             self.kept = _cut(path, step) if path.exists() else []
-        super().__init__(path, resumes, say)
+        super().__init__(path, resumes, say, check)
 
     def write(self, row: Mapping[str, float | int | str | list[float]]) -> None:
         """Appends `row`. Its values must be built-in Python numbers, strings and lists.

@@ -111,11 +111,19 @@ class MetricsFile:
             raise _foreign(path)
         self._own = bool(rows) and all(row["run_name"] == run_name for row in rows)
 
-    def open(self, updates: int, *, resumed: bool, say: Callable[[str], None], resumes: bool = True) -> MetricsWriter:
+    def open(
+        self,
+        updates: int,
+        *,
+        resumed: bool,
+        say: Callable[[str], None],
+        resumes: bool = True,
+        check: Callable[[], None] = lambda: None,
+    ) -> MetricsWriter:
         """Returns a writer for rows from step `updates` on. Calls `say` if a file of another run was renamed.
 
         `resumed`: whether the run is resumed. If so, existing rows with the run's name belong to it.
-        `resumes`: see `MetricsWriter`.
+        `resumes`, `check`: see `MetricsWriter`.
 
         Raises:
           UserError: the file's parent folder cannot be created.
@@ -126,7 +134,7 @@ class MetricsFile:
             raise _unwritable(str(self.path), error.strerror or str(error)) from error
         if self._begins and not (resumed and self._own):
             say(f"{self.path} contained metrics of another run; moved to {set_aside(self.path)}")
-        return MetricsWriter(self.path.parent, updates, self.path.name, resumes=resumes, say=say)
+        return MetricsWriter(self.path.parent, updates, self.path.name, resumes=resumes, say=say, check=check)
 
 
 def _unwritable(path: str, why: str) -> UserError:

@@ -8,7 +8,7 @@ from typing import Any
 
 from trainer.config.dump import to_flow
 from trainer.config.schema import schema
-from trainer.config.words import counted, visible
+from trainer.config.words import visible
 from trainer.observe.chart import COLOURS, Line, histogram, line_chart
 from trainer.observe.metrics import TASKS_TIME
 from trainer.observe.record import Record
@@ -155,8 +155,7 @@ def _time(run: Record, alone: bool) -> str:
         [f'<span class="swatch" style="{shade}"></span> {html.escape(part)}', clock(seconds), f"{seconds / whole:.1%}"]
         for (part, seconds), shade in zip(spent.items(), shades, strict=True)
     ]
-    processes = counted(run.goodput.processes, "process", "processes")
-    table = _table(["", f"of {clock(whole)} in {processes}", "share"], rows)
+    table = _table(["", f"of {run.goodput.total()}", "share"], rows)
     return f'<h2>{_titled("Time", run, alone)}</h2><div class="bar">{bar}</div>{table}'
 
 

@@ -4,6 +4,7 @@ A symbolic link in an untrusted folder could make a command read, publish or ove
 or a device could block the command forever. So a folder is checked before it is read, and writes do not follow links.
 """
 
+import contextlib
 import os
 import re
 import stat
@@ -115,7 +116,11 @@ def unfinished(folder: Any) -> list[Any]:
 
 
 def lives(number: int) -> bool:
-    """Returns whether `number` is the id of a process on this machine other than this process."""
+    """Returns whether `number` is the id of a process on this machine other than this process. A zombie, which has
+    ended but was not waited for, does not count."""
+    with contextlib.suppress(OSError):  # on other systems than Linux
+        if Path(f"/proc/{number}/stat").read_bytes().rpartition(b")")[2].split()[:1] == [b"Z"]:
+            return False
     try:
         os.kill(number, 0)
     except (ProcessLookupError, OverflowError):

@@ -48,16 +48,20 @@ class Lease:
         """Writes the lease file. Raises OSError if that fails. `lock`: the folder's lock, released with the lease."""
         self._file, self._lock, self._owner, self._renewals = folder / LEASE_FILE, lock, owner, 0
         self._using, self._ended, self._other = threading.Lock(), threading.Event(), ""
-        self._say, self._written, self._warned = say, 0.0, False
+        self._say, self._written, self._looked, self._warned = say, 0.0, _now(), False
         self._write()
         threading.Thread(target=self._renew, args=(_RENEWED,), daemon=True).start()
 
     def check(self, look: bool = True) -> None:
-        """Raises UserError if another process has taken over the run. If `look` is true, rereads the lease file
-        first."""
-        if look:
-            with self._using, contextlib.suppress(_ANY):
-                self._look()
+        """Raises UserError if another process has taken over the run, or may have done so unnoticed. Rereads the lease
+        file first if `look` is true, or if the thread has missed a renewal, as on a host that was frozen."""
+        if look or _now() - self._looked > 2 * _RENEWED:
+            with self._using:
+                try:
+                    self._look()
+                except _ANY:
+                    if look and _now() - self._written > _LOST:
+                        self._other = f"its lease could be neither read nor renewed for {_LOST:.0f} s"
         if self._other:
             raise UserError(
                 f"{self._file.parent}: {self._other}; this process ends, and its unsaved progress is lost. Give each "
@@ -92,6 +96,7 @@ class Lease:
             self._warned = late
 
     def _look(self) -> None:
+        self._looked = _now()
         found = _found(self._file)
         if "pid" in found and found.get("id") != self._owner["id"]:
             self._other = f"{_said(found)} has taken over this run"

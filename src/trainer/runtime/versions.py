@@ -33,13 +33,14 @@ def program() -> dict[str, str]:
     """Returns the properties of the installation that must be equal in all processes of a run, for `check_same`.
 
     The result is a dict from a title to a text with one property per line. The properties are the versions of packages,
-    of Python and of the devices' compiler, and the digests of the trainer's source files. Bytecode and the kind of
-    installation make no difference, because the source files themselves are read.
+    of Python and of the devices' compiler, and the digests of the trainer's source files, including its presets and
+    templates. Bytecode and the kind of installation make no difference, because the source files themselves are read.
     """
     import jax
 
     root = Path(trainer.__file__).parent
-    digests = {path: hashlib.sha256(path.read_bytes()).hexdigest()[:12] for path in sorted(root.rglob("*.py"))}
+    files = sorted(path for ending in ("py", "yml", "html") for path in root.rglob(f"*.{ending}"))
+    digests = {path: hashlib.sha256(path.read_bytes()).hexdigest()[:12] for path in files}
     versions = {
         "Python": ".".join(platform.python_version_tuple()[:2]),
         **{name: metadata.version(name) for name in (*PACKAGES, "orbax-checkpoint", "numpy")},

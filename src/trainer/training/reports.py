@@ -118,11 +118,14 @@ class _Files:
     ) -> tuple[list[dict[str, Any]], bool, bool]:
         """Opens the files; `stack` closes them. Returns the result of `earlier_evaluations`."""
         updates, resumes = begin.updates, self._config.enable_checkpointing
-        self._metrics = stack.enter_context(MetricsWriter(self._run_dir.path, updates, resumes=resumes, say=self._say))
+        check = self._run_dir.check
+        self._metrics = stack.enter_context(
+            MetricsWriter(self._run_dir.path, updates, resumes=resumes, say=self._say, check=check)
+        )
         self._page = ReportFile(self._run_dir.path, self._metrics.kept, self._say, self._timeline.goodput)
         stack.callback(self._write_page)  # even if the run fails
         for file in files:
-            copy = file.open(updates, resumed=begin.resumed, resumes=resumes, say=self._say)
+            copy = file.open(updates, resumed=begin.resumed, resumes=resumes, say=self._say, check=check)
             self._with_maxtext_names.append(stack.enter_context(copy))
         if self._config.enable_tensorboard:
             events = EventsWriter(self._run_dir.path, updates, resumes=resumes, say=self._say)
@@ -205,14 +208,18 @@ def open_reports(
     def waiting(begins: bool) -> None:
         timeline.within(waits_for if begins else "")
 
-    earlier, times = (evaluations, unevaluated, untested), _times(config, console.say)
+    earlier, times = (evaluations, unevaluated, untested), _times(config, timeline, console.say)
     return Reports(on_step, on_evaluation, written.sync, *earlier, profiler, timeline.during, waiting, times)
 
 
-def _times(config: Config, say: Callable[[str], None]) -> Callable[[int, float, float, float], None]:
+def _times(
+    config: Config, timeline: Timeline, say: Callable[[str], None]
+) -> Callable[[int, float, float, float], None]:
     """Returns `Reports.times`, which detects stragglers; with a single process it does nothing."""
     hosts = gather(platform.node())
-    return Stragglers(config.log_period, hosts, gather_later, say).add if hosts[1:] else lambda *times: None
+    if not hosts[1:]:
+        return lambda *times: None
+    return Stragglers(config.log_period, hosts, gather_later, say, timeline.add).add
 
 
 def lacks_best(row: Mapping[str, Any], config: Config) -> str | None:

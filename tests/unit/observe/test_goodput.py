@@ -1,9 +1,15 @@
 """The breakdown of a run's time: each second counts once, across restarts and lost work."""
 
+import contextlib
 import json
+import time
+from types import SimpleNamespace
 
 import pytest
 
+from trainer import train
+from trainer.checkpoint.manager import CheckpointManager
+from trainer.config.errors import UserError
 from trainer.observe import goodput
 from trainer.observe.goodput import GOODPUT_FILE, Goodput, Timeline, read_goodput
 
@@ -66,13 +72,33 @@ def test_no_time_counts_between_a_finished_run_and_its_continuation():
     assert run.seconds() == SPENT | {"start": SPENT["start"] + 1, "steps": SPENT["steps"] + 2}
 
 
+def test_a_clock_that_went_back_is_named():
+    run = spent(
+        [*KILLED, *({name: at - 20 if "time" in name else at for name, at in event.items()} for event in RESUMED)]
+    )
+    assert run.seconds() == {part: seconds for part, seconds in SPENT.items() if part != "between processes"}
+    assert str(run).endswith(
+        " of 0:00:45 in 2 processes; the clock went back at 1 start, so the time before is not counted"
+    )
+    assert "clock" not in str(spent([*KILLED, *RESUMED, *KILLED])), "a finished run and its continuation"
+
+
 @pytest.mark.parametrize(
     "line",
-    ["", "[1]", '{"step_start_time": "x", "step_count": 1}', '{"step_start_time": 118', '{"job_start_time": 1e999}'],
+    [
+        "",
+        "[1]",
+        '{"step_start_time": "x", "step_count": 1}',
+        '{"step_start_time": 118',
+        '{"job_start_time": 1e999}',
+        '{"custom_badput_event_start_time": 117, "custom_badput_event_type": "steps"}',
+        '{"custom_badput_event_start_time": 117, "custom_badput_event_type": ["x"]}',
+        '{"custom_badput_event_start_time": 117, "custom_badput_event_type": "checked"}',
+    ],
 )
 def test_lines_that_are_no_events(line, tmp_path):
     lines = [json.dumps(event) for event in KILLED + RESUMED]
-    (tmp_path / GOODPUT_FILE).write_text("\n".join([*lines[:6], line, *lines[6:]]))
+    (tmp_path / GOODPUT_FILE).write_text("\n".join([*lines[:5], line, *lines[5:]]))
     assert read_goodput(tmp_path).seconds() == SPENT
 
 
@@ -108,3 +134,56 @@ def test_only_one_process_writes(tmp_path):
         timeline.step(0)
     assert timeline.goodput.seconds() == {}
     assert not list(tmp_path.iterdir())
+
+
+def test_processes_that_are_killed_during_their_restores(tmp_path, monkeypatch):
+    """The clock outside shows 3 x 1000 s of restores, each in a process that is killed, and two pauses of 10 s."""
+    now = [50.0]
+    monkeypatch.setattr(goodput, "_ALIVE_SECONDS", 0.01)
+    monkeypatch.setattr(goodput, "time", SimpleNamespace(perf_counter=lambda: now[0], time=lambda: now[0]))
+    for _ in range(3):
+        killed = Timeline()
+        killed.open(tmp_path, True, True, print)
+        with contextlib.suppress(KeyboardInterrupt), killed.during("restore"):
+            now[0] += 1000
+            until = time.monotonic() + 60
+            while f'"alive_time": {now[0]}}}' not in (tmp_path / GOODPUT_FILE).read_text():
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            raise KeyboardInterrupt
+        killed.__exit__(None, None, None)
+        now[0] += 10
+    assert read_goodput(tmp_path).seconds() == {"restore": 3000, "between processes": 20}
+    assert read_goodput(tmp_path).processes == 3
+
+
+def test_a_refused_command_leaves_no_events(tmp_path):
+    def ends(error, steps=0, other=b""):
+        (tmp_path / GOODPUT_FILE).write_bytes(b'{"job_start_time": 1}\n{"cut')
+        with contextlib.suppress(UserError, OSError), Timeline() as timeline:
+            timeline.open(tmp_path, True, True, print)
+            for step in range(steps):
+                timeline.step(step)
+            with (tmp_path / GOODPUT_FILE).open("ab") as file:
+                file.write(other)
+            raise error
+        return (tmp_path / GOODPUT_FILE).read_bytes().count(b"job_start_time")
+
+    assert ends(UserError("refused")) == 1
+    assert (tmp_path / GOODPUT_FILE).read_bytes().endswith(b'{"cut')
+    assert ends(OSError("crash")) == ends(UserError("later"), steps=1) == 2
+    assert ends(UserError("lost the run"), other=b'{"job_start_time": 2}\n') == 3
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_resumed_run_counts_its_restore_before_it_ends(tmp_path, monkeypatch, finished):
+    for name in ("__init__", "__exit__"):
+        monkeypatch.setattr(CheckpointManager, name, lambda *args: None)
+    monkeypatch.setattr(CheckpointManager, "latest", 3)
+    monkeypatch.setattr(train, "_start", lambda *args: 1 / 0)
+    run = SimpleNamespace(config=SimpleNamespace(enable_checkpointing=True))
+    run_dir = SimpleNamespace(check=lambda: None, folder=tmp_path, path=tmp_path, finished=finished)
+    with pytest.raises(ZeroDivisionError), Timeline() as timeline:
+        train._train(None, train.TRAIN, run, None, None, run_dir, timeline, SimpleNamespace(say=print))
+    events = (tmp_path / GOODPUT_FILE).read_text() if (tmp_path / GOODPUT_FILE).exists() else ""
+    assert ("restore" in events) is not finished, "a finished run may have nothing to do"

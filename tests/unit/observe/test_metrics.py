@@ -93,6 +93,18 @@ def test_a_file_that_is_removed_or_replaced_during_a_run_is_written_again(tmp_pa
     assert [it.read_bytes() for it in path.parent.glob("*.1")] == [b"mine"] * replaced
 
 
+def test_an_old_owner_leaves_the_file_of_the_new_owner(tmp_path):
+    def check():
+        raise UserError("taken over")
+
+    with MetricsWriter(tmp_path, check=check) as old, MetricsWriter(tmp_path, 5) as new:
+        with pytest.raises(UserError, match="taken over"):
+            old.write({"step": 0})
+        new.write({"step": 5})
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert read(tmp_path) == [{"step": 5}]
+
+
 @pytest.mark.parametrize("line", ["", "{", "[]", '{"loss": 1}', "\0\0"])
 def test_another_line_that_is_no_row_is_named(tmp_path, line):
     path = tmp_path / "metrics.jsonl"

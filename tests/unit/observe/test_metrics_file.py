@@ -195,14 +195,20 @@ def test_both_files_are_forced_to_disk_every_log_period(tmp_path, monkeypatch):
     mesh = SimpleNamespace(devices=np.array([SimpleNamespace(device_kind="cpu")]))
     run = SimpleNamespace(config=config, flops_per_token=1.0, mesh=mesh)
     begin = SimpleNamespace(updates=0, resumed=False)
-    console = SimpleNamespace(step=lambda row, steps: None, evaluation=lambda row: None, say=None, end_bar=lambda: None)
+    console = SimpleNamespace(step=lambda *args: None, evaluation=lambda row: None, say=print, end_bar=lambda: None)
     with contextlib.ExitStack() as stack:
         file = MetricsFile(str(tmp_path / "metrics.txt"), tmp_path / "mine", "mine")
         reports = open_reports(run, run_dir, begin, [file], console, Timeline(), stack)
         for step in range(7):
             reports.step(STEP | {"step": step})
         reports.sync()
+        for name in ("metrics.jsonl", "metrics.txt"):  # removed, or replaced by another process
+            (tmp_path / name).unlink()
+        written = len(done)
+        reports.step(STEP | {"step": 7})
+        assert done[written:] == ["check", "check"], "before each file is written again"
+        del done[written:]
     counts = (3, 6, 7)
     names = ("metrics.jsonl", "metrics.txt")
     assert done == [it for count in counts for it in ("check", *((name, count) for name in names), "upload")]
-    assert [row["run_name"] for row in read_rows(tmp_path / "metrics.txt")] == ["mine"] * 7
+    assert [row["run_name"] for row in read_rows(tmp_path / "metrics.txt")] == ["mine"] * 8

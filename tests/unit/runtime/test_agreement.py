@@ -1,5 +1,6 @@
 """Agreement between two real processes, and how they end."""
 
+import dataclasses
 import json
 import os
 import platform
@@ -14,7 +15,9 @@ import pytest
 from process_cases import words
 
 import trainer
+from trainer import train
 from trainer.config.errors import UserError
+from trainer.config.load import load
 from trainer.runtime import agreement, versions
 from trainer.runtime.agreement import AgreedError, agreed, check_same, from_first, gather, is_first, lost_process
 from trainer.runtime.versions import program
@@ -156,6 +159,7 @@ def test_unequal_hosts_are_one_message(monkeypatch, tmp_path):
     monkeypatch.setattr(versions.metadata, "version", lambda name: "0.0.1" if name == "jaxlib" else version(name))
     there = program() | {"the configuration": "steps: 4\nseed: 0"}
     files = here["the source of trainer"].splitlines()
+    assert {line.split()[0] for line in files} >= {"train.py", "base.yml", "config/models/qwen3-8b.yml"}
     there["the source of trainer"] += "\n" + "\n".join(line for line in files if not line.startswith("ops/"))
 
     monkeypatch.setattr(agreement, "_count", lambda: 4)
@@ -173,6 +177,17 @@ def test_unequal_hosts_are_one_message(monkeypatch, tmp_path):
         "the configuration must be the same in every process: steps: 3 in process 0 (a), "
         "steps: 4 in process 2 (c) and 1 more",
     ]
+
+
+def test_the_code_is_compared_before_anything_depends_on_it(monkeypatch):
+    def unequal(values):
+        assert values is program
+        raise AgreedError("unequal")
+
+    monkeypatch.setattr(agreement, "check_same", unequal)
+    kind = dataclasses.replace(train.TRAIN, prepare=lambda *args: 1 / 0)
+    with pytest.raises(AgreedError, match="unequal"):
+        train._opened(load(["model_name=qwen3-0.6b"]), kind)
 
 
 def test_a_process_alone():

@@ -73,9 +73,8 @@ def test_an_owner_that_renews_no_more_loses_the_run_and_ends(tmp_path, taken, mo
     said, first = [], taken("there", renews=False)
     second = taken(say=said.append)
     assert said[1:] == ["it has not renewed its lease for 0 s: this process takes it over"]
-    first.check(look=False)
     with pytest.raises(UserError, match=rf"{tmp_path}: process \d+ on here, since .* has taken over this run; this"):
-        first.check()
+        first.check(look=False)
     first.close()
     second.check()
     assert of_file(tmp_path)["host"] == "here", "it took nothing away"
@@ -100,8 +99,10 @@ def test_who_waits(tmp_path, monkeypatch):
     """A local process that has ended is not waited for. A file that is no lease is waited for like a lease."""
     monkeypatch.setattr(lease, "_LOST", 0.2)
     ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
-    waited = []
+    zombie, waited = subprocess.Popen(["true"]), []
+    os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)  # PID 1 of a container may never wait for it
     for content in (
+        {"id": "a", "place": HERE, "pid": zombie.pid},
         {"id": "a", "place": HERE, "pid": int(ended.stdout)},
         {"id": "a", "place": HERE, "pid": os.getpid()},
         {"id": "a", "place": HERE, "pid": 1},
@@ -113,7 +114,8 @@ def test_who_waits(tmp_path, monkeypatch):
         said = []
         assert not is_held(tmp_path, said.append)
         waited.append(bool(said))
-    assert waited == [False, False, True, True, True, True]
+    zombie.wait()
+    assert waited == [False, False, False, True, True, True, True]
 
 
 def test_the_last_of_two_that_begin_at_once_goes_on(tmp_path, taken, monkeypatch):
@@ -138,6 +140,17 @@ def test_a_storage_that_fails_for_a_while_ends_nothing(tmp_path, taken, monkeypa
     while of_file(tmp_path)["renewals"] == before:
         assert time.monotonic() < until
         time.sleep(0.01)
+
+
+def test_a_storage_that_fails_for_longer_than_a_lease_lives_ends_the_run(taken, monkeypatch):
+    first, now = taken(renews=False), lease._now()
+    monkeypatch.setattr(lease, "read_now", lambda *args: 1 / 0)
+    monkeypatch.setattr(lease, "_now", lambda: now + 59)
+    first.check()
+    monkeypatch.setattr(lease, "_now", lambda: now + 61)
+    first.check(look=False)
+    with pytest.raises(UserError, match="its lease could be neither read nor renewed for 60 s; this process ends"):
+        first.check()
 
 
 @pytest.mark.parametrize("content", [None, b"", b"{", b"[]"])
