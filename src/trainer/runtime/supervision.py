@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,7 +33,9 @@ START, RESTORE, COMPILATION, EVALUATION, ROLLOUTS, END = LONG
 # supervisor's process id.
 _VARIABLE = "TRAINER_SUPERVISED"
 _STACKS_SIGNAL = signal.SIGUSR2
-_SECONDS_FOR_STACKS, _SECONDS_TO_END, _POLL = 5.0, 20.0, 0.5
+# Together less than 30: seconds for the stacks, from SIGTERM to SIGKILL, and after SIGKILL.
+_SECONDS_FOR_STACKS, _SECONDS_TO_END, _SECONDS_TO_DIE = 5.0, 20.0, 3.0
+_SECONDS_TO_WRITE, _POLL = 3.0, 0.5
 _NO_STACKS = "the process does not answer: it is stopped, or blocked in the kernel"
 _KEPT = 64 * 1024  # bytes from the end of the child's stderr that are kept for the report
 
@@ -77,7 +80,9 @@ def supervise(module: str, words: Sequence[str], config: Config) -> int:
             process_group=0,  # so that the child gets Ctrl-C only once, forwarded by this process
         )
         os.close(sent)
-        with child, _forwarded(child), selectors.DefaultSelector() as selector:
+        # Without `with child`, which would wait for the child even if SIGKILL does not end it.
+        assert child.stderr is not None
+        with child.stderr, _forwarded(child), selectors.DefaultSelector() as selector:
             return _Watched(child, lines, stacks, selector, config).wait()
 
 
@@ -125,19 +130,16 @@ class _Watched:
         file = self._folder / f"hang-{datetime.datetime.now():%Y%m%d-%H%M%S}-{self._child.pid}.txt"
         stderr = self._stderr.decode(errors="replace")
         text = f"{what}\n\n---- stacks of all threads\n{stacks or _NO_STACKS}\n---- end of stderr\n{stderr}"
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            file.write_text(text)
-            where = f"stacks and the end of its output are in {file}"
-        except OSError as error:
-            where = f"cannot write {file}: {error.strerror}\n{text}"
-        _say(f"{what}; the process {how}; {where}")
         self._child.terminate()
         until = time.monotonic() + _SECONDS_TO_END
+        _say(f"{what}; the process {how}; {_written(file, text)}")
         while self._child.poll() is None and time.monotonic() < until:
             self._read(_POLL)
         self._child.kill()
-        self._child.wait()
+        try:
+            self._child.wait(_SECONDS_TO_DIE)
+        except subprocess.TimeoutExpired:
+            _say("SIGKILL does not end the process: it is blocked in the kernel")
         return HANG
 
     def _ask_for_stacks(self) -> str:
@@ -180,6 +182,25 @@ class _Watched:
             sys.stderr.buffer.write(data)
             sys.stderr.flush()
         self._stderr = (self._stderr + data)[-_KEPT:]
+
+
+def _written(file: Path, text: str) -> str:
+    """Writes `text` to `file`, in a thread because the file system may hang, too. Returns where the text is."""
+    problem = "its file system does not respond"
+
+    def write() -> None:
+        nonlocal problem
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+            problem = ""
+        except OSError as error:
+            problem = error.strerror or str(error)
+
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    writer.join(_SECONDS_TO_WRITE)
+    return f"cannot write {file}: {problem}\n{text}" if problem else f"stacks and the end of its output are in {file}"
 
 
 def _say(text: str) -> None:

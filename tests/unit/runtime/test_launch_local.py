@@ -1,6 +1,7 @@
 """scripts/launch_local.py names the process that caused a failure, and restarts a failed job, within limits."""
 
 import importlib.util
+import os
 import re
 import signal
 import subprocess
@@ -32,8 +33,11 @@ else:
     with open("pid", "w") as pid:
         pid.write(f"{start} {os.getpid()} ")
 sys.stderr.write(f"*** Check failure stack trace: ***\\n    @     0x7f  absl()\\nerror: {index} of {code}\\n")
-if code == "left":
-    subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
+if code.startswith("left"):
+    program = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+    left = subprocess.Popen(program, start_new_session=code == "left apart")
+    with open("left", "a") as file:
+        file.write(f"{left.pid} ")
 elif code == "waits":
     time.sleep(600)
 elif index == "1" and int(code) < 0:
@@ -146,6 +150,16 @@ def test_a_stopped_process_is_named_not_the_one_that_lost_it(launcher, capsys, m
     assert capsys.readouterr().err.startswith("launch_local: process 1 of 3 does not answer")
 
 
+def test_a_process_that_sigkill_does_not_end(launcher, capsys, monkeypatch):
+    for name in ("_GRACE", "LEFT_TO_END", "_SECONDS_TO_DIE"):
+        monkeypatch.setattr(launcher, name, 0.1)
+    blocked = member(None, send_signal=lambda number: None)
+    assert launcher._Job(launcher._options([]))._wait([member(75), blocked]) == 128 + 9
+    said = capsys.readouterr().err
+    assert said.startswith("launch_local: process 1 of 2 does not answer")
+    assert said.endswith("SIGKILL does not end all processes: they are blocked in the kernel\n")
+
+
 @pytest.mark.parametrize(
     ("plan", "code", "starts", "why"),
     [
@@ -228,3 +242,13 @@ def test_logs_have_all_output_of_all_starts(job, tmp_path, capsys):
 
 def test_what_a_process_leaves_is_ended(job, tmp_path):
     assert job("3:left").run() == 0  # the pipes would stay open for 600 s
+
+
+def test_what_a_process_leaves_in_another_session_keeps_nothing_waiting(launcher, job, monkeypatch, tmp_path):
+    monkeypatch.setattr(launcher, "_SECONDS_TO_DIE", 0.2)
+    assert job("3:left apart", "--logs", "logs").run() == 0
+    for pid in (tmp_path / "left").read_text().split():
+        os.kill(int(pid), signal.SIGKILL)
+    log = launcher._Log(tmp_path / "logs", 2)
+    log.close()
+    log.write("too late")  # by a thread that still reads

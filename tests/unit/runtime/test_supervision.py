@@ -1,11 +1,13 @@
 """A supervised process that hangs is stopped, and its last activity is recorded; all other exits are passed through."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -89,6 +91,22 @@ def test_a_process_that_hangs(words, child, tmp_path, capfd):
     assert "last words" in errors
     how = "is ended" if answers else "does not answer and is ended"
     assert f"supervise: {first}; the process {how}; stacks and the end of its output are in {file}\n" in errors
+
+
+@pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")
+def test_a_hang_of_the_file_system_and_a_child_that_sigkill_does_not_end(child, tmp_path, capfd, monkeypatch):
+    answers = threading.Event()
+    monkeypatch.setattr(Path, "mkdir", lambda *args, **options: answers.wait())
+    monkeypatch.setattr(subprocess.Popen, "kill", lambda process: None)
+    monkeypatch.setattr(supervision, "_SECONDS_TO_WRITE", 0.1)
+    monkeypatch.setattr(supervision, "_SECONDS_TO_DIE", 0.1)
+    assert child("hangs", "ignores") == HANG
+    answers.set()
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+    errors = capfd.readouterr().err
+    assert re.search(r"; the process is ended; cannot write .+: its file system does not respond\n", errors)
+    assert "in stuck" in errors
+    assert errors.endswith("supervise: SIGKILL does not end the process: it is blocked in the kernel\n")
 
 
 @pytest.mark.parametrize(("how", "code"), [("code0", 0), ("code2", 2), ("killed", 137), ("grace", 0), ("rollouts", 0)])
