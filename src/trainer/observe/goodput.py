@@ -120,7 +120,6 @@ class Timeline:
         `writes`: whether this process writes the file; otherwise its events are dropped.
         `resumes`, `say`: see `AppendedFile`. Raises UserError if the file cannot be written.
         """
-        self._tell("folder", str(folder))
         waiting, self._waiting = self._waiting or [], None
         if not writes:
             return
@@ -147,6 +146,10 @@ class Timeline:
         rollouts (argument `rollouts_wait`)."""
         self._write({_STEP_START: self._now(), _STEP: step, **waited})
         self._begins(f"step {step}")
+
+    def place(self, folder: Path) -> None:
+        """Tells the supervisor the run's local folder."""
+        self._tell("folder", str(folder))
 
     def within(self, part: str) -> None:
         """Tells the supervisor that a step is waiting for `part`; "": the wait has ended."""

@@ -3,7 +3,7 @@
 The child reports its phase through a pipe. Each line is a keyword and a text:
   done PHASE   the previous phase is complete, and PHASE begins
   in PART      PART of the phase begins; an empty PART: the part has ended
-  folder PATH  the run's folder
+  folder PATH  the run's local folder
 """
 
 import contextlib
@@ -22,7 +22,9 @@ from pathlib import Path
 from typing import IO
 
 from trainer.config.keys import Config
+from trainer.config.paths import local_path
 from trainer.runtime.signals import die_with, handled
+from trainer.runtime.storage import is_remote, mirror
 
 HANG = 75  # the exit code after a hang: EX_TEMPFAIL in sysexits.h
 # Phases with the time limit hang_grace_seconds. The limit of other phases (a step, a save, waiting for a batch) is
@@ -97,7 +99,9 @@ class _Watched:
     ):
         self._child, self._stacks, self._selector, self._config = child, stacks, selector, config
         self._phase, self._within, self._since = START, "", time.monotonic()
-        self._folder, self._stderr, self._rest = Path(config.base_output_directory), bytearray(), b""
+        base = config.base_output_directory
+        self._folder = mirror(base) if is_remote(base) else local_path(base)
+        self._stderr, self._rest = bytearray(), b""
         assert child.stderr is not None
         self._selector.register(lines, selectors.EVENT_READ, self._read_lines)
         self._selector.register(child.stderr, selectors.EVENT_READ, self._copy_stderr)
@@ -132,7 +136,10 @@ class _Watched:
         text = f"{what}\n\n---- stacks of all threads\n{stacks or _NO_STACKS}\n---- end of stderr\n{stderr}"
         self._child.terminate()
         until = time.monotonic() + _SECONDS_TO_END
-        _say(f"{what}; the process {how}; {_written(file, text)}")
+        written = _written(file, text)
+        if is_remote(self._config.base_output_directory):  # a mirror on this machine, which may be lost with it
+            written += f"\n{stacks}"
+        _say(f"{what}; the process {how}; {written}")
         while self._child.poll() is None and time.monotonic() < until:
             self._read(_POLL)
         self._child.kill()

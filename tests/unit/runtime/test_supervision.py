@@ -8,10 +8,13 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from trainer import train
 from trainer.config.load import load
+from trainer.observe.goodput import Timeline
 from trainer.runtime import supervision
 from trainer.runtime.supervision import HANG, supervise
 
@@ -34,6 +37,8 @@ if how.startswith("code"):
     sys.exit(int(how[4:]))
 if how == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
+if how == "starts":
+    stuck()
 print("last words", file=sys.stderr, flush=True)
 tell("folder", os.path.abspath("run"))
 tell("done", "evaluation")
@@ -91,6 +96,29 @@ def test_a_process_that_hangs(words, child, tmp_path, capfd):
     assert "last words" in errors
     how = "is ended" if answers else "does not answer and is ended"
     assert f"supervise: {first}; the process {how}; stacks and the end of its output are in {file}\n" in errors
+
+
+@pytest.mark.parametrize(
+    ("base", "folder"), [("~/runs", "runs"), ("gs://bucket/runs", "trainer/buckets/gs/bucket/runs")]
+)
+def test_a_process_that_hangs_before_it_opens_the_folder_of_the_run(base, folder, child, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = load(["supervise=true", "hang_grace_seconds=1", f"base_output_directory={base}"]).config
+    assert supervise("child", ("starts",), config) == HANG
+    (file,) = tmp_path.rglob("hang-*.txt")
+    assert file.parent == tmp_path / folder
+    assert ("in stuck" in capfd.readouterr().err) == (base != "~/runs"), "a bucket gets no report, so it is printed"
+
+
+def test_the_folder_is_told_before_the_restore(tmp_path, monkeypatch):
+    config = load([f"base_output_directory={tmp_path}", "run_name=seven"]).config
+    console, told = SimpleNamespace(say=lambda line: None), []
+    monkeypatch.setattr(train, "_opened", lambda *args: (console, SimpleNamespace(config=config), None, None, ""))
+    monkeypatch.setattr(train, "_say_what_runs", lambda *args: None)
+    monkeypatch.setattr(train, "_train", lambda *args: told.append("the rest"))
+    train._run(None, train.TRAIN, Timeline(lambda *line: told.append(line)))
+    assert told == [("folder", str(tmp_path / "seven")), "the rest"]
 
 
 @pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")
