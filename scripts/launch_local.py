@@ -254,7 +254,7 @@ class _Job:
                 self._sent += 1
             if failed is None and (codes := {code for member in members if (code := member.poll())}):
                 since = since or time.monotonic()
-                if not codes <= _LOST or time.monotonic() - since > _GRACE:
+                if not codes <= {*_LOST, *_OBEYED} or time.monotonic() - since > _GRACE:
                     failed = _first_failure(members)
             elif since and time.monotonic() - since > LEFT_TO_END:
                 _send(members, signal.SIGKILL)
@@ -309,10 +309,11 @@ def _first_failure(members: Sequence[_Member]) -> int | None:
 
 def _rank(code: int, member: _Member) -> tuple[bool | float, ...]:
     """Returns a sort key: the likelier it is that the process caused the failure, the smaller the key. Among hanging
-    processes, the one at the lowest step is the likeliest."""
+    processes, the one at the lowest step is the likeliest. The SIGTERM that a hanging process gets from its supervisor
+    reaches all processes, so a process that obeyed is less likely than a hanging one."""
     step = re.search(r"step (\d+)", member.phase)
     return (
-        *(code in _ABORTED, member.lost, code > 0, -code),
+        *(code in _ABORTED, member.lost, code > 0, -code if code not in _OBEYED else 0.5 - _HANG),
         *("does not answer" not in member.reason, int(step[1]) if step else math.inf),
     )
 

@@ -103,6 +103,8 @@ def member(code, **said):
         ([2, -6, -6], 0, "process 0 of 3 ended with code 2"),
         ([1, 2], 1, "process 1 of 2 ended with code 2"),  # a user error; process 0 lost process 1
         ([143, 143], 0, ""),  # both processes obeyed a request
+        ([143, 75], 1, "process 1 of 2 ended with code 75"),  # the supervisor of process 1 made both processes end
+        ([1, 143], 1, ""),
     ],
 )
 def test_the_first_to_fail(launcher, capsys, codes, first, said):
@@ -148,6 +150,13 @@ def test_a_stopped_process_is_named_not_the_one_that_lost_it(launcher, capsys, m
     members = [member(0, poll=process.poll, send_signal=process.send_signal) for process in processes]
     assert launcher._Job(launcher._options([]))._wait(members) == 128 + 9
     assert capsys.readouterr().err.startswith("launch_local: process 1 of 3 does not answer")
+
+
+def test_a_hang_whose_end_others_obey_first(launcher, capsys):
+    codes = iter([None, None, None, None])
+    hung = member(0, poll=lambda: next(codes, 75))
+    assert launcher._Job(launcher._options([]))._wait([member(143), hung]) == 75
+    assert "process 1 of 2 ended with code 75" in capsys.readouterr().err
 
 
 def test_a_process_that_sigkill_does_not_end(launcher, capsys, monkeypatch):
