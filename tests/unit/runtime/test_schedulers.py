@@ -26,7 +26,7 @@ SBATCH = {
     "output": r"[\w%.-]+",
     "signal": r"(R|B|RB):(TERM|USR1|USR2)@\d+",
 }
-SRUN = {"kill-on-bad-exit": "0|1", "wait": r"\d+"}
+SRUN = {"kill-on-bad-exit": "0|1", "wait": r"\d+", "output": r"[\w%.-]+", "open-mode": "append|truncate"}
 # The fields and values of jobset.x-k8s.io/v1alpha2 (its CRD of 2026-08-18, which includes batch/v1) for each path that
 # the manifest uses. "!" marks a required field. Below the paths in FREE, names are arbitrary.
 FIELDS = {
@@ -144,7 +144,7 @@ def test_the_directives_exist():
 
 PROGRAMS = {
     # Without the options, simulates srun: two tasks, and the higher of their exit codes.
-    "srun": 'shift 2; TASK=1 "$@" & TASK=0 "$@"; a=$?; wait $!; b=$?; exit $((a > b ? a : b))',
+    "srun": 'shift 4; TASK=1 "$@" & TASK=0 "$@"; a=$?; wait $!; b=$?; exit $((a > b ? a : b))',
     "python": """
         trap 'sleep 0.5; : > saved-$TASK; exit 143' TERM
         echo "$PPID $$ $*" > "task-$TASK"
@@ -184,8 +184,10 @@ def submitted(tmp_path):
         ("0 0", {}, 0, False),
         ("1 137", {}, 0, True),
         ("75 134", {"SLURM_RESTART_COUNT": "19"}, 0, True),
-        ("75 134", {"SLURM_RESTART_COUNT": "20"}, 134, False),
+        ("75 134", {"SLURM_RESTART_COUNT": "20"}, 75, False),
+        ("75 143", {}, 0, True),  # the supervisor that ended one process made both processes end
         ("2 134", {}, 2, False),  # a user's error in one process; JAX aborts the other
+        ("2 2", {"SLURM_SUBMIT_DIR": "/dev/full"}, 2, False),  # no file can be written
         ("143 143", {}, 143, False),  # scancel
     ],
 )
@@ -195,6 +197,7 @@ def test_how_the_script_ends(codes, others, code, queued, submitted, tmp_path):
     assert script.returncode == code, said
     assert (tmp_path / "queued").exists() == queued
     assert ("not queued again" in said) == (code != 0)
+    assert not list(tmp_path.glob("ended-*"))
     words = "-m trainer.train my.yml prompt=two words run_name=job-7 supervise=true"
     assert [(tmp_path / f"task-{task}").read_text().split(maxsplit=2)[2] for task in range(2)] == [f"{words}\n"] * 2
 
