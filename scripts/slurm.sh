@@ -19,10 +19,11 @@
 set -uo pipefail
 
 export ENDED="$SLURM_SUBMIT_DIR/ended-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}-with" # differs for each start
-limit=
+limit= asked=
 # 300 seconds before the time limit, Slurm sends USR1 to this shell. The shell then sends SIGTERM to the job's
 # processes, which save and end.
 trap 'limit=yes; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
+trap asked=yes TERM # from scancel; the shell still waits for its processes
 
 rm -f "$ENDED"-*
 # If one process dies, the others end by themselves and print the reason, so srun must not kill them at once. srun
@@ -48,7 +49,8 @@ ends() {
 rm -f "$ENDED"-*
 [ "$code" -ne 0 ] || exit 0
 [ "$code" -ne 2 ] || ends "a user's error" 2
-case "$code$limit" in 130 | 143) ends "somebody ended it" "$code" ;; esac
+case "$code$limit" in 130 | 143) asked=yes ;; esac
+[ -z "$asked" ] || ends "somebody ended it" "$code"
 [ "${SLURM_RESTART_COUNT:-0}" -lt "${RESTARTS:-20}" ] || ends "exit code $code, and all restarts are used" "$code"
 echo "slurm.sh: exit code $code; queued again"
 scontrol requeue "$SLURM_JOB_ID"

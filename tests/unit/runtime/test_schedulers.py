@@ -202,14 +202,30 @@ def test_how_the_script_ends(codes, others, code, queued, submitted, tmp_path):
     assert [(tmp_path / f"task-{task}").read_text().split(maxsplit=2)[2] for task in range(2)] == [f"{words}\n"] * 2
 
 
+def run_and_signal(script, number, tmp_path):
+    """Sends a signal to the script when its tasks run. Returns the script's output."""
+    until = time.monotonic() + 120
+    while not all((path := tmp_path / f"task-{task}").exists() and path.read_text() for task in range(2)):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    script.send_signal(number)
+    if number == signal.SIGTERM:  # Slurm sends it to the tasks, too
+        subprocess.run([tmp_path / "bin/scancel"], cwd=tmp_path, check=True)
+    return script.communicate(timeout=120)[0]
+
+
+def test_when_slurm_ends_the_job_the_script_waits_for_its_tasks(submitted, tmp_path):
+    with submitted("waits waits") as script:
+        said = run_and_signal(script, signal.SIGTERM, tmp_path)
+    assert said == "slurm.sh: somebody ended it; not queued again\n"
+    assert script.returncode == 143
+    assert len(list(tmp_path.glob("saved-*"))) == 2
+    assert not (tmp_path / "queued").exists()
+
+
 def test_at_the_time_limit_all_save_and_the_job_is_queued_again(submitted, tmp_path):
     with submitted("waits waits") as script:
-        until = time.monotonic() + 120
-        while not all((path := tmp_path / f"task-{task}").exists() and path.read_text() for task in range(2)):
-            assert time.monotonic() < until
-            time.sleep(0.02)
-        script.send_signal(signal.SIGUSR1)
-        said, _ = script.communicate(timeout=120)
+        said = run_and_signal(script, signal.SIGUSR1, tmp_path)
     assert said == "slurm.sh: exit code 143; queued again\n"
     assert len(list(tmp_path.glob("saved-*"))) == 2, "the script waits for the tasks"
     assert (tmp_path / "cancelled").read_text() == "--signal=TERM 7\n"
