@@ -38,6 +38,7 @@ _STACKS_SIGNAL = signal.SIGUSR2
 # Together less than 30: seconds for the stacks, from SIGTERM to SIGKILL, and after SIGKILL.
 _SECONDS_FOR_STACKS, _SECONDS_TO_END, _SECONDS_TO_DIE = 5.0, 20.0, 3.0
 _SECONDS_TO_WRITE, _POLL = 3.0, 0.5
+_SECONDS_OF_POLL = 5.0  # if a poll takes longer, the supervisor was stopped, and probably the child, too
 _NO_STACKS = "the process does not answer: it is stopped, or blocked in the kernel"
 _KEPT = 64 * 1024  # bytes from the end of the child's stderr that are kept for the report
 
@@ -107,10 +108,16 @@ class _Watched:
         self._selector.register(child.stderr, selectors.EVENT_READ, self._copy_stderr)
 
     def wait(self) -> int:
+        now = time.monotonic()
         while self._child.poll() is None:
+            before = now
             self._read(_POLL)
-            if time.monotonic() - self._since > self._config[self._key]:
+            now = time.monotonic()
+            if now - before > _SECONDS_OF_POLL:
+                self._since = min(now, self._since + now - before)
+            if now - self._since > self._config[self._key]:
                 return self._end()
+        self._kill()
         while self._read(0):
             pass
         code = self._child.returncode
@@ -142,12 +149,17 @@ class _Watched:
         _say(f"{what}; the process {how}; {written}")
         while self._child.poll() is None and time.monotonic() < until:
             self._read(_POLL)
-        self._child.kill()
+        self._kill()
         try:
             self._child.wait(_SECONDS_TO_DIE)
         except subprocess.TimeoutExpired:
             _say("SIGKILL does not end the process: it is blocked in the kernel")
         return HANG
+
+    def _kill(self) -> None:
+        """Kills the child and the processes of its group, which may still hold the run's lock or the output."""
+        with contextlib.suppress(OSError):
+            os.killpg(self._child.pid, signal.SIGKILL)
 
     def _ask_for_stacks(self) -> str:
         """Returns the stacks of the child's threads; "" if the child does not answer."""

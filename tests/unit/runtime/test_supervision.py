@@ -1,5 +1,6 @@
 """A supervised process that hangs is stopped, and its last activity is recorded; all other exits are passed through."""
 
+import itertools
 import os
 import re
 import signal
@@ -19,7 +20,7 @@ from trainer.runtime import supervision
 from trainer.runtime.supervision import HANG, supervise
 
 CHILD = """
-import os, signal, sys, time
+import os, signal, subprocess, sys, time
 from trainer.runtime.supervision import pulse
 
 def stuck():
@@ -35,6 +36,9 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN if "ignores" in sys.argv else obeys
 how = sys.argv[1]
 if how.startswith("code"):
     sys.exit(int(how[4:]))
+if how == "leaves":
+    print(subprocess.Popen([sys.executable, "-S", "-c", "while True: print(file=__import__('sys').stderr)"]).pid)
+    sys.exit(3)
 if how == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
 if how == "starts":
@@ -125,7 +129,7 @@ def test_the_folder_is_told_before_the_restore(tmp_path, monkeypatch):
 def test_a_hang_of_the_file_system_and_a_child_that_sigkill_does_not_end(child, tmp_path, capfd, monkeypatch):
     answers = threading.Event()
     monkeypatch.setattr(Path, "mkdir", lambda *args, **options: answers.wait())
-    monkeypatch.setattr(subprocess.Popen, "kill", lambda process: None)
+    monkeypatch.setattr(os, "killpg", lambda group, number: None)
     monkeypatch.setattr(supervision, "_SECONDS_TO_WRITE", 0.1)
     monkeypatch.setattr(supervision, "_SECONDS_TO_DIE", 0.1)
     assert child("hangs", "ignores") == HANG
@@ -142,6 +146,20 @@ def test_other_ends_pass_through(how, code, child, tmp_path, capfd):
     assert child(how) == code
     assert ("SIGKILL ended the process during start" in capfd.readouterr().err) == (how == "killed")
     assert not list(tmp_path.glob("run/hang-*"))
+
+
+def test_what_the_child_leaves_is_ended(child, capfd):
+    assert child("leaves") == 3
+    assert gone(int(capfd.readouterr().out))
+
+
+def test_a_pause_of_both_is_no_hang(child, monkeypatch):
+    """The supervisor seems to be stopped for 100 s."""
+    times = itertools.chain([0.0, 0.0], itertools.count(100.0, 0.1))
+    fake = SimpleNamespace(monotonic=lambda: next(times), sleep=time.sleep)
+    monkeypatch.setattr(supervision, "time", fake)
+    config = load(["supervise=true", "hang_timeout_seconds=1", "hang_grace_seconds=60"]).config
+    assert supervise("child", ("code0",), config) == 0
 
 
 def test_sigterm_is_forwarded(child, tmp_path):
