@@ -67,8 +67,9 @@ def supervise(module: str, words: Sequence[str], config: Config) -> int:
     """Runs `python -m module words` in a child process until it ends, and returns the exit code.
 
     SIGTERM and Ctrl-C are forwarded to the child. If a phase or part takes longer than hang_timeout_seconds (or
-    hang_grace_seconds, if it is in LONG), the child's stacks and the end of its stderr are written to a file. Then the
-    child gets SIGTERM, after which it can still save a checkpoint, and 20 seconds later SIGKILL.
+    hang_grace_seconds, if it is in LONG), the child's stacks and the end of its stderr are written to a file. The child
+    gets SIGTERM, after which it can still save a checkpoint, and 20 seconds later SIGKILL. This function returns at the
+    latest 30 seconds after the limit.
 
     Returns:
       The child's exit code, 128 + N if signal N ended it, or HANG after a hang.
