@@ -38,6 +38,7 @@ HEARTBEAT = 10  # seconds without a heartbeat after which processes count as dea
 _GRACE = 5.0  # seconds within which all processes end after losing contact with the same process
 LEFT_TO_END = 20.0  # seconds that the other processes have to end by themselves after one has ended with an error
 _SECONDS_TO_READ = 1.0  # maximum wait for the last output of a process that has ended
+_SECONDS_TO_DIE = 5.0  # maximum wait after SIGKILL, for a process and for the end of its output
 _POLL = 0.05
 _USER_ERROR, _HANG = 2, 75  # exit codes; 75: `trainer.runtime.supervision.HANG`
 _ABORTED = (
@@ -120,17 +121,17 @@ class _Member:
         for reader in self._readers:
             reader.start()
 
-    def join(self, seconds: float | None = None) -> None:
+    def join(self, seconds: float) -> None:
         """Waits until all output is read; at most `seconds` for each of stdout and stderr."""
         for reader in self._readers:
             reader.join(seconds)
 
     def close(self) -> None:
         """Kills the processes that the ended process left behind, which may hold the run's lock, and reads the rest of
-        its output."""
+        its output. Processes in another session survive, and their later output is not logged."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self.join()
+        self.join(_SECONDS_TO_DIE)
         self._log.close()
 
     def _copy(self, stream: IO[str], shown: IO[str] | None, read: Callable[[str], None]) -> None:
@@ -172,7 +173,7 @@ class _Log:
 
     def write(self, line: str) -> None:
         with self._told():
-            if self._file and not self._failed:
+            if self._file and not (self._failed or self._file.closed):
                 self._file.write(line.encode())
 
     def close(self) -> None:
@@ -253,15 +254,18 @@ class _Job:
                 self._sent += 1
             if failed is None and (codes := {code for member in members if (code := member.poll())}):
                 since = since or time.monotonic()
-                if not codes <= _LOST or time.monotonic() - since > _GRACE:
+                if not codes <= {*_LOST, *_OBEYED} or time.monotonic() - since > _GRACE:
                     failed = _first_failure(members)
             elif since and time.monotonic() - since > LEFT_TO_END:
                 _send(members, signal.SIGKILL)
+                if time.monotonic() - since > LEFT_TO_END + _SECONDS_TO_DIE:
+                    _say("SIGKILL does not end all processes: they are blocked in the kernel")
+                    break
             time.sleep(_POLL)
         failed = _first_failure(members) if failed is None else failed
         if failed is None:
             return 0
-        code = members[failed].poll()
+        code = members[failed].poll() or -signal.SIGKILL
         return code if code > 0 else 128 - code
 
 
@@ -305,10 +309,11 @@ def _first_failure(members: Sequence[_Member]) -> int | None:
 
 def _rank(code: int, member: _Member) -> tuple[bool | float, ...]:
     """Returns a sort key: the likelier it is that the process caused the failure, the smaller the key. Among hanging
-    processes, the one at the lowest step is the likeliest."""
+    processes, the one at the lowest step is the likeliest. The SIGTERM that a hanging process gets from its supervisor
+    reaches all processes, so a process that obeyed is less likely than a hanging one."""
     step = re.search(r"step (\d+)", member.phase)
     return (
-        *(code in _ABORTED, member.lost, code > 0, -code),
+        *(code in _ABORTED, member.lost, code > 0, -code if code not in _OBEYED else 0.5 - _HANG),
         *("does not answer" not in member.reason, int(step[1]) if step else math.inf),
     )
 

@@ -6,7 +6,7 @@
 # Slurm itself requeues the job after a node failure and after a preemption (--requeue). This script requeues the job
 # after every other failure and at the time limit, but not after a user error (exit code 2) or scancel. It stops after
 # RESTARTS restarts (an environment variable, default 20). A requeued job keeps its ID, which determines the run's name.
-# This script was never tried on a real cluster; docs/guides/when-a-host-dies.md lists what was tested.
+# Each process appends its output to a log with the number of its task. This script was never tried on a real cluster; docs/guides/when-a-host-dies.md lists what was tested.
 #SBATCH --job-name=trainer
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=8
@@ -18,21 +18,23 @@
 #SBATCH --signal=B:USR1@300
 set -uo pipefail
 
-export USER_ERROR="$SLURM_SUBMIT_DIR/user-error-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" # one file per start
-limit=
+export ENDED="$SLURM_SUBMIT_DIR/ended-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}-with" # differs for each start
+limit= asked=
 # 300 seconds before the time limit, Slurm sends USR1 to this shell. The shell then sends SIGTERM to the job's
 # processes, which save and end.
 trap 'limit=yes; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
+trap asked=yes TERM # from scancel; the shell still waits for its processes
 
-rm -f "$USER_ERROR"
+rm -f "$ENDED"-*
 # If one process dies, the others end by themselves and print the reason, so srun must not kill them at once. srun
-# returns only the highest exit code, so a process that ends with code 2 creates the file USER_ERROR. The inner shell
-# traps SIGTERM, so that it still waits for its trainer.
-srun --kill-on-bad-exit=0 --wait=300 bash -c '
+# returns only the highest exit code, so a process that ends with code 2 (a user error) or 75 (it hung, so that all
+# processes ended as if they were asked to) creates a file. The inner shell traps SIGTERM, so that it still waits for
+# its trainer.
+srun --kill-on-bad-exit=0 --wait=300 --output=%x-%j-%t.log --open-mode=append bash -c '
   trap : TERM
   python -m trainer.train "$@"
   code=$?
-  [ "$code" -ne 2 ] || : > "$USER_ERROR"
+  case "$code" in 2 | 75) : > "$ENDED-$code" ;; esac
   exit "$code"
 ' trainer "$@" run_name="job-$SLURM_JOB_ID" supervise=true &
 srun=$!
@@ -42,9 +44,13 @@ ends() {
   echo "slurm.sh: $1; not queued again"
   exit "$2"
 }
+[ ! -e "$ENDED-75" ] || code=75
+[ ! -e "$ENDED-2" ] || code=2
+rm -f "$ENDED"-*
 [ "$code" -ne 0 ] || exit 0
-[ ! -e "$USER_ERROR" ] || ends "a user's error" 2
-case "$code$limit" in 130 | 143) ends "somebody ended it" "$code" ;; esac
+[ "$code" -ne 2 ] || ends "a user's error" 2
+case "$code$limit" in 130 | 143) asked=yes ;; esac
+[ -z "$asked" ] || ends "somebody ended it" "$code"
 [ "${SLURM_RESTART_COUNT:-0}" -lt "${RESTARTS:-20}" ] || ends "exit code $code, and all restarts are used" "$code"
 echo "slurm.sh: exit code $code; queued again"
 scontrol requeue "$SLURM_JOB_ID"

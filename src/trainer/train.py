@@ -131,6 +131,7 @@ def _run(loaded: Loaded, kind: Kind, timeline: Timeline) -> None:
             console.say,
         ) as run_dir,
     ):
+        timeline.place(run_dir.path)
         _say_what_runs(console, loaded, run, dataset, run_dir.folder)
         end = _train(loaded, kind, run, dataset, prompt, run_dir, timeline, console)
         if end is None:

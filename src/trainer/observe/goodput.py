@@ -146,7 +146,6 @@ class Timeline:
         """
         if self._waiting is None:
             return
-        self._tell("folder", str(folder))
         waiting, self._waiting = self._waiting, None
         if not writes:
             return
@@ -175,6 +174,10 @@ class Timeline:
         rollouts (argument `rollouts_wait`)."""
         self._write(_STEP_START, **{_STEP: step}, **waited)
         self._begins(f"step {step}")
+
+    def place(self, folder: Path) -> None:
+        """Tells the supervisor the run's local folder."""
+        self._tell("folder", str(folder))
 
     def within(self, part: str) -> None:
         """Tells the supervisor that a step is waiting for `part`; "": the wait has ended."""

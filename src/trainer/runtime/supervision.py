@@ -3,7 +3,7 @@
 The child reports its phase through a pipe. Each line is a keyword and a text:
   done PHASE   the previous phase is complete, and PHASE begins
   in PART      PART of the phase begins; an empty PART: the part has ended
-  folder PATH  the run's folder
+  folder PATH  the run's local folder
 """
 
 import contextlib
@@ -15,13 +15,16 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
 from trainer.config.keys import Config
+from trainer.config.paths import local_path
 from trainer.runtime.signals import die_with, handled
+from trainer.runtime.storage import is_remote, mirror
 
 HANG = 75  # the exit code after a hang: EX_TEMPFAIL in sysexits.h
 # Phases with the time limit hang_grace_seconds. The limit of other phases (a step, a save, waiting for a batch) is
@@ -32,7 +35,10 @@ START, RESTORE, COMPILATION, EVALUATION, ROLLOUTS, END = LONG
 # supervisor's process id.
 _VARIABLE = "TRAINER_SUPERVISED"
 _STACKS_SIGNAL = signal.SIGUSR2
-_SECONDS_FOR_STACKS, _SECONDS_TO_END, _POLL = 5.0, 20.0, 0.5
+# Together less than 30: seconds for the stacks, from SIGTERM to SIGKILL, and after SIGKILL.
+_SECONDS_FOR_STACKS, _SECONDS_TO_END, _SECONDS_TO_DIE = 5.0, 20.0, 3.0
+_SECONDS_TO_WRITE, _POLL = 3.0, 0.5
+_SECONDS_OF_POLL = 5.0  # if a poll takes longer, the supervisor was stopped, and probably the child, too
 _NO_STACKS = "the process does not answer: it is stopped, or blocked in the kernel"
 _KEPT = 64 * 1024  # bytes from the end of the child's stderr that are kept for the report
 
@@ -61,8 +67,9 @@ def supervise(module: str, words: Sequence[str], config: Config) -> int:
     """Runs `python -m module words` in a child process until it ends, and returns the exit code.
 
     SIGTERM and Ctrl-C are forwarded to the child. If a phase or part takes longer than hang_timeout_seconds (or
-    hang_grace_seconds, if it is in LONG), the child's stacks and the end of its stderr are written to a file. Then the
-    child gets SIGTERM, after which it can still save a checkpoint, and 20 seconds later SIGKILL.
+    hang_grace_seconds, if it is in LONG), the child's stacks and the end of its stderr are written to a file. The child
+    gets SIGTERM, after which it can still save a checkpoint, and 20 seconds later SIGKILL. This function returns at the
+    latest 30 seconds after the limit.
 
     Returns:
       The child's exit code, 128 + N if signal N ended it, or HANG after a hang.
@@ -77,7 +84,9 @@ def supervise(module: str, words: Sequence[str], config: Config) -> int:
             process_group=0,  # so that the child gets Ctrl-C only once, forwarded by this process
         )
         os.close(sent)
-        with child, _forwarded(child), selectors.DefaultSelector() as selector:
+        # Without `with child`, which would wait for the child even if SIGKILL does not end it.
+        assert child.stderr is not None
+        with child.stderr, _forwarded(child), selectors.DefaultSelector() as selector:
             return _Watched(child, lines, stacks, selector, config).wait()
 
 
@@ -92,16 +101,24 @@ class _Watched:
     ):
         self._child, self._stacks, self._selector, self._config = child, stacks, selector, config
         self._phase, self._within, self._since = START, "", time.monotonic()
-        self._folder, self._stderr, self._rest = Path(config.base_output_directory), bytearray(), b""
+        base = config.base_output_directory
+        self._folder = mirror(base) if is_remote(base) else local_path(base)
+        self._stderr, self._rest = bytearray(), b""
         assert child.stderr is not None
         self._selector.register(lines, selectors.EVENT_READ, self._read_lines)
         self._selector.register(child.stderr, selectors.EVENT_READ, self._copy_stderr)
 
     def wait(self) -> int:
+        now = time.monotonic()
         while self._child.poll() is None:
+            before = now
             self._read(_POLL)
-            if time.monotonic() - self._since > self._config[self._key]:
+            now = time.monotonic()
+            if now - before > _SECONDS_OF_POLL:
+                self._since = min(now, self._since + now - before)
+            if now - self._since > self._config[self._key]:
                 return self._end()
+        self._kill()
         while self._read(0):
             pass
         code = self._child.returncode
@@ -125,20 +142,25 @@ class _Watched:
         file = self._folder / f"hang-{datetime.datetime.now():%Y%m%d-%H%M%S}-{self._child.pid}.txt"
         stderr = self._stderr.decode(errors="replace")
         text = f"{what}\n\n---- stacks of all threads\n{stacks or _NO_STACKS}\n---- end of stderr\n{stderr}"
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            file.write_text(text)
-            where = f"stacks and the end of its output are in {file}"
-        except OSError as error:
-            where = f"cannot write {file}: {error.strerror}\n{text}"
-        _say(f"{what}; the process {how}; {where}")
         self._child.terminate()
         until = time.monotonic() + _SECONDS_TO_END
+        written = _written(file, text)
+        if is_remote(self._config.base_output_directory):  # a mirror on this machine, which may be lost with it
+            written += f"\n{stacks}"
+        _say(f"{what}; the process {how}; {written}")
         while self._child.poll() is None and time.monotonic() < until:
             self._read(_POLL)
-        self._child.kill()
-        self._child.wait()
+        self._kill()
+        try:
+            self._child.wait(_SECONDS_TO_DIE)
+        except subprocess.TimeoutExpired:
+            _say("SIGKILL does not end the process: it is blocked in the kernel")
         return HANG
+
+    def _kill(self) -> None:
+        """Kills the child and the processes of its group, which may still hold the run's lock or the output."""
+        with contextlib.suppress(OSError):
+            os.killpg(self._child.pid, signal.SIGKILL)
 
     def _ask_for_stacks(self) -> str:
         """Returns the stacks of the child's threads; "" if the child does not answer."""
@@ -180,6 +202,25 @@ class _Watched:
             sys.stderr.buffer.write(data)
             sys.stderr.flush()
         self._stderr = (self._stderr + data)[-_KEPT:]
+
+
+def _written(file: Path, text: str) -> str:
+    """Writes `text` to `file`, in a thread because the file system may hang, too. Returns where the text is."""
+    problem = "its file system does not respond"
+
+    def write() -> None:
+        nonlocal problem
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+            problem = ""
+        except OSError as error:
+            problem = error.strerror or str(error)
+
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    writer.join(_SECONDS_TO_WRITE)
+    return f"cannot write {file}: {problem}\n{text}" if problem else f"stacks and the end of its output are in {file}"
 
 
 def _say(text: str) -> None:

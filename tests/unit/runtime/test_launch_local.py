@@ -1,6 +1,7 @@
 """scripts/launch_local.py names the process that caused a failure, and restarts a failed job, within limits."""
 
 import importlib.util
+import os
 import re
 import signal
 import subprocess
@@ -32,8 +33,11 @@ else:
     with open("pid", "w") as pid:
         pid.write(f"{start} {os.getpid()} ")
 sys.stderr.write(f"*** Check failure stack trace: ***\\n    @     0x7f  absl()\\nerror: {index} of {code}\\n")
-if code == "left":
-    subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
+if code.startswith("left"):
+    program = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+    left = subprocess.Popen(program, start_new_session=code == "left apart")
+    with open("left", "a") as file:
+        file.write(f"{left.pid} ")
 elif code == "waits":
     time.sleep(600)
 elif index == "1" and int(code) < 0:
@@ -99,6 +103,8 @@ def member(code, **said):
         ([2, -6, -6], 0, "process 0 of 3 ended with code 2"),
         ([1, 2], 1, "process 1 of 2 ended with code 2"),  # a user error; process 0 lost process 1
         ([143, 143], 0, ""),  # both processes obeyed a request
+        ([143, 75], 1, "process 1 of 2 ended with code 75"),  # the supervisor of process 1 made both processes end
+        ([1, 143], 1, ""),
     ],
 )
 def test_the_first_to_fail(launcher, capsys, codes, first, said):
@@ -144,6 +150,23 @@ def test_a_stopped_process_is_named_not_the_one_that_lost_it(launcher, capsys, m
     members = [member(0, poll=process.poll, send_signal=process.send_signal) for process in processes]
     assert launcher._Job(launcher._options([]))._wait(members) == 128 + 9
     assert capsys.readouterr().err.startswith("launch_local: process 1 of 3 does not answer")
+
+
+def test_a_hang_whose_end_others_obey_first(launcher, capsys):
+    codes = iter([None, None, None, None])
+    hung = member(0, poll=lambda: next(codes, 75))
+    assert launcher._Job(launcher._options([]))._wait([member(143), hung]) == 75
+    assert "process 1 of 2 ended with code 75" in capsys.readouterr().err
+
+
+def test_a_process_that_sigkill_does_not_end(launcher, capsys, monkeypatch):
+    for name in ("_GRACE", "LEFT_TO_END", "_SECONDS_TO_DIE"):
+        monkeypatch.setattr(launcher, name, 0.1)
+    blocked = member(None, send_signal=lambda number: None)
+    assert launcher._Job(launcher._options([]))._wait([member(75), blocked]) == 128 + 9
+    said = capsys.readouterr().err
+    assert said.startswith("launch_local: process 1 of 2 does not answer")
+    assert said.endswith("SIGKILL does not end all processes: they are blocked in the kernel\n")
 
 
 @pytest.mark.parametrize(
@@ -228,3 +251,13 @@ def test_logs_have_all_output_of_all_starts(job, tmp_path, capsys):
 
 def test_what_a_process_leaves_is_ended(job, tmp_path):
     assert job("3:left").run() == 0  # the pipes would stay open for 600 s
+
+
+def test_what_a_process_leaves_in_another_session_keeps_nothing_waiting(launcher, job, monkeypatch, tmp_path):
+    monkeypatch.setattr(launcher, "_SECONDS_TO_DIE", 0.2)
+    assert job("3:left apart", "--logs", "logs").run() == 0
+    for pid in (tmp_path / "left").read_text().split():
+        os.kill(int(pid), signal.SIGKILL)
+    log = launcher._Log(tmp_path / "logs", 2)
+    log.close()
+    log.write("too late")  # by a thread that still reads

@@ -26,7 +26,7 @@ SBATCH = {
     "output": r"[\w%.-]+",
     "signal": r"(R|B|RB):(TERM|USR1|USR2)@\d+",
 }
-SRUN = {"kill-on-bad-exit": "0|1", "wait": r"\d+"}
+SRUN = {"kill-on-bad-exit": "0|1", "wait": r"\d+", "output": r"[\w%.-]+", "open-mode": "append|truncate"}
 # The fields and values of jobset.x-k8s.io/v1alpha2 (its CRD of 2026-08-18, which includes batch/v1) for each path that
 # the manifest uses. "!" marks a required field. Below the paths in FREE, names are arbitrary.
 FIELDS = {
@@ -144,7 +144,7 @@ def test_the_directives_exist():
 
 PROGRAMS = {
     # Without the options, simulates srun: two tasks, and the higher of their exit codes.
-    "srun": 'shift 2; TASK=1 "$@" & TASK=0 "$@"; a=$?; wait $!; b=$?; exit $((a > b ? a : b))',
+    "srun": 'shift 4; TASK=1 "$@" & TASK=0 "$@"; a=$?; wait $!; b=$?; exit $((a > b ? a : b))',
     "python": """
         trap 'sleep 0.5; : > saved-$TASK; exit 143' TERM
         echo "$PPID $$ $*" > "task-$TASK"
@@ -184,8 +184,10 @@ def submitted(tmp_path):
         ("0 0", {}, 0, False),
         ("1 137", {}, 0, True),
         ("75 134", {"SLURM_RESTART_COUNT": "19"}, 0, True),
-        ("75 134", {"SLURM_RESTART_COUNT": "20"}, 134, False),
+        ("75 134", {"SLURM_RESTART_COUNT": "20"}, 75, False),
+        ("75 143", {}, 0, True),  # the supervisor that ended one process made both processes end
         ("2 134", {}, 2, False),  # a user's error in one process; JAX aborts the other
+        ("2 2", {"SLURM_SUBMIT_DIR": "/dev/full"}, 2, False),  # no file can be written
         ("143 143", {}, 143, False),  # scancel
     ],
 )
@@ -195,18 +197,35 @@ def test_how_the_script_ends(codes, others, code, queued, submitted, tmp_path):
     assert script.returncode == code, said
     assert (tmp_path / "queued").exists() == queued
     assert ("not queued again" in said) == (code != 0)
+    assert not list(tmp_path.glob("ended-*"))
     words = "-m trainer.train my.yml prompt=two words run_name=job-7 supervise=true"
     assert [(tmp_path / f"task-{task}").read_text().split(maxsplit=2)[2] for task in range(2)] == [f"{words}\n"] * 2
 
 
+def run_and_signal(script, number, tmp_path):
+    """Sends a signal to the script when its tasks run. Returns the script's output."""
+    until = time.monotonic() + 120
+    while not all((path := tmp_path / f"task-{task}").exists() and path.read_text() for task in range(2)):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    script.send_signal(number)
+    if number == signal.SIGTERM:  # Slurm sends it to the tasks, too
+        subprocess.run([tmp_path / "bin/scancel"], cwd=tmp_path, check=True)
+    return script.communicate(timeout=120)[0]
+
+
+def test_when_slurm_ends_the_job_the_script_waits_for_its_tasks(submitted, tmp_path):
+    with submitted("waits waits") as script:
+        said = run_and_signal(script, signal.SIGTERM, tmp_path)
+    assert said == "slurm.sh: somebody ended it; not queued again\n"
+    assert script.returncode == 143
+    assert len(list(tmp_path.glob("saved-*"))) == 2
+    assert not (tmp_path / "queued").exists()
+
+
 def test_at_the_time_limit_all_save_and_the_job_is_queued_again(submitted, tmp_path):
     with submitted("waits waits") as script:
-        until = time.monotonic() + 120
-        while not all((path := tmp_path / f"task-{task}").exists() and path.read_text() for task in range(2)):
-            assert time.monotonic() < until
-            time.sleep(0.02)
-        script.send_signal(signal.SIGUSR1)
-        said, _ = script.communicate(timeout=120)
+        said = run_and_signal(script, signal.SIGUSR1, tmp_path)
     assert said == "slurm.sh: exit code 143; queued again\n"
     assert len(list(tmp_path.glob("saved-*"))) == 2, "the script waits for the tasks"
     assert (tmp_path / "cancelled").read_text() == "--signal=TERM 7\n"

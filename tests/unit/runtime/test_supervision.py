@@ -1,20 +1,26 @@
 """A supervised process that hangs is stopped, and its last activity is recorded; all other exits are passed through."""
 
+import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from trainer import train
 from trainer.config.load import load
+from trainer.observe.goodput import Timeline
 from trainer.runtime import supervision
 from trainer.runtime.supervision import HANG, supervise
 
 CHILD = """
-import os, signal, sys, time
+import os, signal, subprocess, sys, time
 from trainer.runtime.supervision import pulse
 
 def stuck():
@@ -30,8 +36,13 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN if "ignores" in sys.argv else obeys
 how = sys.argv[1]
 if how.startswith("code"):
     sys.exit(int(how[4:]))
+if how == "leaves":
+    print(subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"]).pid)
+    sys.exit(3)
 if how == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
+if how == "starts":
+    stuck()
 print("last words", file=sys.stderr, flush=True)
 tell("folder", os.path.abspath("run"))
 tell("done", "evaluation")
@@ -91,11 +102,64 @@ def test_a_process_that_hangs(words, child, tmp_path, capfd):
     assert f"supervise: {first}; the process {how}; stacks and the end of its output are in {file}\n" in errors
 
 
+@pytest.mark.parametrize(
+    ("base", "folder"), [("~/runs", "runs"), ("gs://bucket/runs", "trainer/buckets/gs/bucket/runs")]
+)
+def test_a_process_that_hangs_before_it_opens_the_folder_of_the_run(base, folder, child, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = load(["supervise=true", "hang_grace_seconds=1", f"base_output_directory={base}"]).config
+    assert supervise("child", ("starts",), config) == HANG
+    (file,) = tmp_path.rglob("hang-*.txt")
+    assert file.parent == tmp_path / folder
+    assert ("in stuck" in capfd.readouterr().err) == (base != "~/runs"), "a bucket gets no report, so it is printed"
+
+
+def test_the_folder_is_told_before_the_restore(tmp_path, monkeypatch):
+    config = load([f"base_output_directory={tmp_path}", "run_name=seven"]).config
+    console, told = SimpleNamespace(say=lambda line: None), []
+    monkeypatch.setattr(train, "_opened", lambda *args: (console, SimpleNamespace(config=config), None, None, ""))
+    monkeypatch.setattr(train, "_say_what_runs", lambda *args: None)
+    monkeypatch.setattr(train, "_train", lambda *args: told.append("the rest"))
+    train._run(None, train.TRAIN, Timeline(lambda *line: told.append(line)))
+    assert told == [("folder", str(tmp_path / "seven")), "the rest"]
+
+
+@pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")
+def test_a_hang_of_the_file_system_and_a_child_that_sigkill_does_not_end(child, tmp_path, capfd, monkeypatch):
+    answers = threading.Event()
+    monkeypatch.setattr(Path, "mkdir", lambda *args, **options: answers.wait())
+    monkeypatch.setattr(os, "killpg", lambda group, number: None)
+    monkeypatch.setattr(supervision, "_SECONDS_TO_WRITE", 0.1)
+    monkeypatch.setattr(supervision, "_SECONDS_TO_DIE", 0.1)
+    assert child("hangs", "ignores") == HANG
+    answers.set()
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+    errors = capfd.readouterr().err
+    assert re.search(r"; the process is ended; cannot write .+: its file system does not respond\n", errors)
+    assert "in stuck" in errors
+    assert errors.endswith("supervise: SIGKILL does not end the process: it is blocked in the kernel\n")
+
+
 @pytest.mark.parametrize(("how", "code"), [("code0", 0), ("code2", 2), ("killed", 137), ("grace", 0), ("rollouts", 0)])
 def test_other_ends_pass_through(how, code, child, tmp_path, capfd):
     assert child(how) == code
     assert ("SIGKILL ended the process during start" in capfd.readouterr().err) == (how == "killed")
     assert not list(tmp_path.glob("run/hang-*"))
+
+
+def test_what_the_child_leaves_is_ended(child, capfd):
+    assert child("leaves") == 3
+    assert gone(int(capfd.readouterr().out))
+
+
+def test_a_pause_of_both_is_no_hang(child, monkeypatch):
+    """The supervisor seems to be stopped for 100 s."""
+    times = itertools.chain([0.0, 0.0], itertools.count(100.0, 0.1))
+    fake = SimpleNamespace(monotonic=lambda: next(times), sleep=time.sleep)
+    monkeypatch.setattr(supervision, "time", fake)
+    config = load(["supervise=true", "hang_timeout_seconds=1", "hang_grace_seconds=60"]).config
+    assert supervise("child", ("code0",), config) == 0
 
 
 def test_sigterm_is_forwarded(child, tmp_path):
