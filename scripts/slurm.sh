@@ -6,7 +6,8 @@
 # Slurm itself requeues the job after a node failure and after a preemption (--requeue). This script requeues the job
 # after every other failure and at the time limit, but not after a user error (exit code 2) or scancel. It stops after
 # RESTARTS restarts (an environment variable, default 20). A requeued job keeps its ID, which determines the run's name.
-# Each process appends its output to a log with the number of its task. This script was never tried on a real cluster; docs/guides/when-a-host-dies.md lists what was tested.
+# Each process appends its output to a log with the number of its task.
+# This script was never tried on a real cluster; docs/guides/when-a-host-dies.md lists what was tested.
 #SBATCH --job-name=trainer
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=8
