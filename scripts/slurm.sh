@@ -50,6 +50,12 @@ ends() {
 rm -f "$ENDED"-*
 [ "$code" -ne 0 ] || exit 0
 [ "$code" -ne 2 ] || ends "a user's error" 2
+# In a partition with a GraceTime, Slurm announces a preemption by SIGTERM to the processes, but not to this shell. Slurm
+# queues the job again only if the job has not ended before Slurm ends it.
+if [ "$code$limit$asked" = 143 ] && [[ $(scontrol show job "$SLURM_JOB_ID") == *" PreemptTime="[0-9]* ]]; then
+  echo "slurm.sh: preempted; Slurm queues the job again"
+  exec sleep infinity
+fi
 case "$code$limit" in 130 | 143) asked=yes ;; esac
 [ -z "$asked" ] || ends "somebody ended it" "$code"
 [ "${SLURM_RESTART_COUNT:-0}" -lt "${RESTARTS:-20}" ] || ends "exit code $code, and all restarts are used" "$code"

@@ -152,7 +152,9 @@ PROGRAMS = {
         exit ${CODES[$TASK]}""",
     # Like Slurm, sends the signal to all processes of the tasks.
     "scancel": 'echo "$*" > cancelled; for f in task-*; do read -r a b rest < "$f"; kill -TERM "$a" "$b"; done',
-    "scontrol": 'echo "$*" > queued',
+    "scontrol": """
+        [ "$*" != "show job 7" ] || exec echo " PreemptEligibleTime=2026-11-30T00:00:00 PreemptTime=${PREEMPTED:-None}"
+        echo "$*" > queued""",
 }
 
 
@@ -220,6 +222,15 @@ def test_when_slurm_ends_the_job_the_script_waits_for_its_tasks(submitted, tmp_p
     assert said == "slurm.sh: somebody ended it; not queued again\n"
     assert script.returncode == 143
     assert len(list(tmp_path.glob("saved-*"))) == 2
+    assert not (tmp_path / "queued").exists()
+
+
+def test_a_preempted_job_waits_until_slurm_ends_it(submitted, tmp_path):
+    with submitted("143 143", PREEMPTED="2026-11-30T00:01:00") as script:
+        assert script.stdout.readline() == "slurm.sh: preempted; Slurm queues the job again\n"
+        time.sleep(0.2)
+        assert script.poll() is None
+        script.terminate()
     assert not (tmp_path / "queued").exists()
 
 
