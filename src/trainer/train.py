@@ -143,6 +143,7 @@ def _run(loaded: Loaded, kind: Kind, timeline: Timeline) -> None:
             lost = "stopped; nothing is saved, because enable_checkpointing=false"
             saved_or_lost = saved if run.config.enable_checkpointing else lost
             console.say(f"{NAMES[end.signal]}: {saved_or_lost} ({run_dir.folder})")
+            console.say(f"time: {timeline.goodput}")
             raise SystemExit(exit_code(end.signal))
         run_dir.finish()
         console.summary(time.perf_counter() - timeline.started, agreed(lambda: _files(run_dir, timeline.goodput)))
