@@ -20,7 +20,7 @@
 set -uo pipefail
 
 export ENDED="$SLURM_SUBMIT_DIR/ended-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}-with" # differs for each start
-limit= asked=
+limit='' asked=''
 # 300 seconds before the time limit, Slurm sends USR1 to this shell. The shell then sends SIGTERM to the job's
 # processes, which save and end.
 trap 'limit=yes; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
@@ -31,6 +31,7 @@ rm -f "$ENDED"-*
 # returns only the highest exit code, so a process that ends with code 2 (a user error) or 75 (it hung, so that all
 # processes ended as if they were asked to) creates a file. The inner shell traps SIGTERM, so that it still waits for
 # its trainer.
+# shellcheck disable=SC2016
 srun --kill-on-bad-exit=0 --wait=300 --output=%x-%j-%t.log --open-mode=append bash -c '
   trap : TERM
   python -m trainer.train "$@"
