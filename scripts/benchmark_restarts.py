@@ -44,6 +44,7 @@ WAYS: dict[str, tuple[int, signal.Signals | None, list[str]]] = {
     "SIGSTOP, supervised": (1, signal.SIGSTOP, SUPERVISED),
     "hang, supervised": (1, None, SUPERVISED),
 }
+SAVED = 1000  # checkpoint_period of --goodput: a save takes longer than 25 of these small steps
 BLOW = 60  # the step at which the fault strikes
 # A sitecustomize.py that makes process 1 hang once its timeline has recorded step BLOW, but only at the run's first
 # start.
@@ -129,7 +130,7 @@ def goodput(folder: Path, processes: int, seconds: float, every: float) -> None:
 
     faults, missed = 0, 0
     with _log(folder).open("w") as log:
-        process, started = _begun(folder, log, processes, restarts=1000), time.monotonic()
+        process, started = _begun(folder, log, processes, 1000, f"checkpoint_period={SAVED}"), time.monotonic()
 
         def ended(passed: float) -> bool:
             """Waits until `passed` seconds after the start. Returns whether the launcher has ended by then."""
@@ -157,7 +158,7 @@ def goodput(folder: Path, processes: int, seconds: float, every: float) -> None:
 
 def supervision(folder: Path, processes: int, seconds: float) -> None:
     with _log(folder).open("w") as log:
-        process = _begun(folder, log, processes, restarts=0)
+        process = _begun(folder, log, processes, 0)
         while not (before := _steps(folder)):
             time.sleep(1)
         first = [_cpu(pid) for pid in _children(process.pid)]
@@ -170,8 +171,8 @@ def supervision(folder: Path, processes: int, seconds: float) -> None:
     print(f"then {an_hour} s an hour, at {steps / seconds:.1f} steps a second; load {os.getloadavg()[0]:.1f}")
 
 
-def _begun(folder: Path, log: IO[str], processes: int, restarts: int) -> subprocess.Popen[str]:
-    command = _command(processes, restarts, "supervise=true")
+def _begun(folder: Path, log: IO[str], processes: int, restarts: int, *words: str) -> subprocess.Popen[str]:
+    command = _command(processes, restarts, "supervise=true", *words)
     return subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT, text=True)
 
 
