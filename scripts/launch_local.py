@@ -38,7 +38,7 @@ HEARTBEAT = 10  # seconds without a heartbeat after which processes count as dea
 _GRACE = 5.0  # seconds within which all processes end after losing contact with the same process
 LEFT_TO_END = 20.0  # seconds that the other processes have to end by themselves after one has ended with an error
 _SECONDS_TO_READ = 1.0  # maximum wait for the last output of a process that has ended
-_SECONDS_TO_DIE = 5.0  # maximum wait after SIGKILL, for a process and for the end of its output
+_SECONDS_TO_DIE, _SECONDS_TO_CLOSE = 30.0, 5.0  # maximum wait after SIGKILL: for a process; for the end of its output
 _POLL = 0.05
 _USER_ERROR, _HANG = 2, 75  # exit codes; 75: `trainer.runtime.supervision.HANG`
 _ABORTED = (
@@ -131,7 +131,7 @@ class _Member:
         its output. Processes in another session survive, and their later output is not logged."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self.join(_SECONDS_TO_DIE)
+        self.join(_SECONDS_TO_CLOSE)
         self._log.close()
 
     def _copy(self, stream: IO[str], shown: IO[str] | None, read: Callable[[str], None]) -> None:
@@ -172,8 +172,8 @@ class _Log:
         self.write(f"---- started at {datetime.datetime.now():%Y-%m-%d %H:%M:%S}\n")
 
     def write(self, line: str) -> None:
-        with self._told():
-            if self._file and not (self._failed or self._file.closed):
+        with self._told(), contextlib.suppress(ValueError):  # a reader may still run after `close`
+            if self._file and not self._failed:
                 self._file.write(line.encode())
 
     def close(self) -> None:
@@ -218,6 +218,9 @@ class _Job:
             finally:
                 for member in members:
                     member.close()
+            if any(member.poll() is None for member in members):
+                _say(f"not started again: a process still exists {_SECONDS_TO_DIE:.0f} s after SIGKILL")
+                break
             if not (restarts and code) or code in _OBEYED or self.requests:
                 break
             failures = failures + 1 if members[0].step <= best else 1
@@ -259,10 +262,10 @@ class _Job:
             elif since and time.monotonic() - since > LEFT_TO_END:
                 _send(members, signal.SIGKILL)
                 if time.monotonic() - since > LEFT_TO_END + _SECONDS_TO_DIE:
-                    _say("SIGKILL does not end all processes: they are blocked in the kernel")
                     break
             time.sleep(_POLL)
-        failed = _first_failure(members) if failed is None else failed
+        if failed is None or (members[failed].poll() in _OBEYED and not self.requests):  # a hang may have ended later
+            failed = _first_failure(members)
         if failed is None:
             return 0
         code = members[failed].poll() or -signal.SIGKILL
@@ -311,9 +314,9 @@ def _rank(code: int, member: _Member) -> tuple[bool | float, ...]:
     """Returns a sort key: the likelier it is that the process caused the failure, the smaller the key. Among hanging
     processes, the one at the lowest step is the likeliest. The SIGTERM that a hanging process gets from its supervisor
     reaches all processes, so a process that obeyed is less likely than a hanging one."""
-    step = re.search(r"step (\d+)", member.phase)
+    step, obeyed = re.search(r"step (\d+)", member.phase), code in (*_OBEYED, -signal.SIGTERM)
     return (
-        *(code in _ABORTED, member.lost, code > 0, -code if code not in _OBEYED else 0.5 - _HANG),
+        *(code in _ABORTED, member.lost, code > 0 or obeyed, 0.5 - _HANG if obeyed else -code),
         *("does not answer" not in member.reason, int(step[1]) if step else math.inf),
     )
 

@@ -19,41 +19,38 @@
 #SBATCH --signal=B:USR1@300
 set -uo pipefail
 
-export ENDED="$SLURM_SUBMIT_DIR/ended-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}-with" # differs for each start
 limit='' asked=''
 # 300 seconds before the time limit, Slurm sends USR1 to this shell. The shell then sends SIGTERM to the job's
 # processes, which save and end.
 trap 'limit=yes; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
 trap asked=yes TERM # from scancel; the shell still waits for its processes
 
-rm -f "$ENDED"-*
 # If one process dies, the others end by themselves and print the reason, so srun must not kill them at once. srun
-# returns only the highest exit code, so a process that ends with code 2 (a user error) or 75 (it hung, so that all
-# processes ended as if they were asked to) creates a file. The inner shell traps SIGTERM, so that it still waits for
-# its trainer.
+# returns only the highest exit code. The codes 2 (a user error) and 75 (a hang) say more than those of the other
+# processes, so they become 255 and 254. The inner shell traps SIGTERM, so that it still waits for its trainer.
 # shellcheck disable=SC2016
 srun --kill-on-bad-exit=0 --wait=300 --output=%x-%j-%t.log --open-mode=append bash -c '
   trap : TERM
   python -m trainer.train "$@"
   code=$?
-  case "$code" in 2 | 75) : > "$ENDED-$code" ;; esac
+  case "$code" in 2) exit 255 ;; 75) exit 254 ;; esac
   exit "$code"
 ' trainer "$@" run_name="job-$SLURM_JOB_ID" supervise=true &
 srun=$!
-while wait "$srun"; code=$?; kill -0 "$srun" 2>/dev/null; do :; done # a signal to this shell ends `wait` early
+while wait "$srun"; kill -0 "$srun" 2>/dev/null; do :; done # a signal to this shell ends `wait` early
+wait "$srun"
+code=$?
+case "$code" in 255) code=2 ;; 254) code=75 ;; esac
 
 ends() {
   echo "slurm.sh: $1; not queued again"
   exit "$2"
 }
-[ ! -e "$ENDED-75" ] || code=75
-[ ! -e "$ENDED-2" ] || code=2
-rm -f "$ENDED"-*
 [ "$code" -ne 0 ] || exit 0
 [ "$code" -ne 2 ] || ends "a user's error" 2
-# In a partition with a GraceTime, Slurm announces a preemption by SIGTERM to the processes, but not to this shell. Slurm
-# queues the job again only if the job has not ended before Slurm ends it.
-if [ "$code$limit$asked" = 143 ] && [[ $(scontrol show job "$SLURM_JOB_ID") == *" PreemptTime="[0-9]* ]]; then
+# In a partition with a GraceTime, Slurm announces a preemption by SIGTERM. Slurm queues the job again only if the job
+# has not ended before Slurm ends it.
+if [ "$code$limit" = 143 ] && [[ $(scontrol show job "$SLURM_JOB_ID") == *" PreemptTime="[0-9]* ]]; then
   echo "slurm.sh: preempted; Slurm queues the job again"
   exec sleep infinity
 fi

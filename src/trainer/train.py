@@ -122,7 +122,6 @@ def _run(loaded: Loaded, kind: Kind, timeline: Timeline) -> None:
 
     console, run, dataset, prompt, config_yml = _opened(loaded, kind)
     with (
-        timeline,
         open_run(
             run.config.base_output_directory,
             run.config.run_name,
@@ -130,6 +129,7 @@ def _run(loaded: Loaded, kind: Kind, timeline: Timeline) -> None:
             run.config.enable_checkpointing,
             console.say,
         ) as run_dir,
+        timeline,  # closes its file while this process still owns the run
     ):
         timeline.place(run_dir.path)
         _say_what_runs(console, loaded, run, dataset, run_dir.folder)
@@ -207,7 +207,8 @@ def _opened(loaded: Loaded, kind: Kind):
     from trainer.runtime.agreement import agreed, check_same, from_first, is_first
     from trainer.runtime.versions import program
 
-    check_same(program)  # first, because processes whose code differs may fail or hang in what follows
+    # Before the data and the model, because processes whose code differs may fail or hang there.
+    check_same(program)
     # Only the first process prints, except for errors.
     console = Console(None if is_first() else _Silence())
     for note in filter(None, (*loaded.notes, taken_from_model(loaded.config, loaded.sources))):
@@ -302,7 +303,7 @@ def _train(loaded: Loaded, kind: Kind, run, dataset, prompt, run_dir, timeline, 
 
         def open_timeline() -> None:
             saves = run.config.enable_checkpointing
-            agreed(lambda: timeline.open(run_dir.path, is_first(), saves, console.say))
+            agreed(lambda: timeline.open(run_dir.path, is_first(), saves, console.say, run_dir.check))
 
         if resumes and not run_dir.finished:
             open_timeline()  # a process that is killed during its restore has spent time, too
@@ -317,7 +318,7 @@ def _train(loaded: Loaded, kind: Kind, run, dataset, prompt, run_dir, timeline, 
             opened = stack.enter_context(kind.source(run, dataset, begin, run_dir, console.say))
             source = lambda *args: contextlib.nullcontext(opened)  # noqa: E731
         tasks = _tasks(kind, run, dataset, begin, console)
-        # All possible errors in the command have been reported by now, so the run may write to its folder.
+        # All possible errors in the command have been reported by now, so the run may change its files.
         entry = start_entry(run, begin, loaded.sources)
         run_dir.begin(to_yaml(run.config), entry, resumed=begin.resumed, say=console.say)
         open_timeline()

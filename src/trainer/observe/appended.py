@@ -17,7 +17,7 @@ class AppendedFile:
     If the file is removed or replaced, it is written again with its complete content.
     """
 
-    def __init__(self, path: Path, resumes: bool, say: Callable[[str], None], check: Callable[[], None] = lambda: None):
+    def __init__(self, path: Path, resumes: bool, say: Callable[[str], None], check: Callable[[], None]):
         """Opens or creates the file.
 
         Args:

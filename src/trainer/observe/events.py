@@ -24,10 +24,18 @@ class EventsWriter(AppendedFile):
     Importing this module does not import tensorboardX, but creating a writer does.
     """
 
-    def __init__(self, folder: Path, step: int = 0, *, resumes: bool = True, say: Callable[[str], None] = print):
+    def __init__(
+        self,
+        folder: Path,
+        step: int = 0,
+        *,
+        resumes: bool = True,
+        say: Callable[[str], None] = print,
+        check: Callable[[], None] = lambda: None,
+    ):
         """If the file exists, keeps its events of steps below `step`; removes later events and a truncated last one.
 
-        `resumes`, `say`: see `MetricsWriter`.
+        `resumes`, `say`, `check`: see `MetricsWriter`.
 
         Raises:
           UserError: the file cannot be written.
@@ -37,7 +45,7 @@ class EventsWriter(AppendedFile):
         path = folder / EVENTS_FILE
         with disk_errors(path, resumes):
             path.parent.mkdir(exist_ok=True)
-        super().__init__(path, resumes, say)
+        super().__init__(path, resumes, say, check)
         with disk_errors(path, resumes):
             # The file is truncated in place. The new records of repeated steps are as long as the old ones, so a
             # running TensorBoard can continue to read at its offset.

@@ -42,11 +42,11 @@ class Goodput:
 
     Attributes:
       processes: the number of successive processes of the run.
-      backward: how many of them began before the last event of their predecessor, because their hosts' clocks differ.
+      early: how many of them began before the last event of their predecessor: they overlapped, or their clocks differ.
     """
 
     def __init__(self) -> None:
-        self.processes = self.backward = 0
+        self.processes = self.early = 0
         self._spent = dict.fromkeys(PARTS, 0.0)
         self._first, self._steps = 0, array("d")  # seconds of each step's newest execution, from step `_first` on
         # The time of the last event; the current part; and the part that interrupts the current part ("": none).
@@ -59,12 +59,12 @@ class Goodput:
         if at is None or not isinstance(step, int) or step < 0 or (name == _EVENT_START and part not in _EVENTS):
             return
         if self._phase:
-            self.backward += name == _JOB_START and at < self._at
+            self.early += name == _JOB_START and at < self._at
             self._spend(BETWEEN if name == _JOB_START else self._nested or self._phase, max(0.0, at - self._at), event)
         self._at = at
         if name == _ALIVE:
             return
-        self._nested = str(part) if name == _EVENT_START else ""
+        self._nested = part if name == _EVENT_START else ""
         if name == _JOB_START:
             self.processes, self._phase = self.processes + 1, START
         elif name == _STEP_START:
@@ -76,14 +76,14 @@ class Goodput:
             self._phase = END
 
     def _spend(self, part: str, seconds: float, event: Mapping[str, Any]) -> None:
-        if part == STEPS:
-            for field, reason in _WAITED.items():
-                waited = min(seconds, _seconds(event.get(field)) or 0.0)
-                self._spent[reason] += waited
-                seconds -= waited
-            self._steps[-1] += seconds
-        else:
+        if part != STEPS:
             self._spent[part] += seconds
+            return
+        self._steps[-1] += seconds
+        for field, reason in _WAITED.items():
+            waited = min(self._steps[-1], _seconds(event.get(field)) or 0.0)
+            self._spent[reason] += waited
+            self._steps[-1] -= waited
 
     def _begin(self, step: int) -> None:
         """Begins a step. If the step was executed before, the time of its earlier execution, and of all recorded steps
@@ -98,15 +98,15 @@ class Goodput:
         self._steps.append(0.0)
 
     def seconds(self) -> dict[str, float]:
-        """Returns the seconds of each part that took any time; the parts in PARTS come first, in that order."""
+        """Returns the seconds of each part that took any time, in the order of PARTS."""
         spent = self._spent | {STEPS: self._spent[STEPS] + sum(self._steps)}
         return {part: seconds for part, seconds in spent.items() if seconds}
 
     def total(self) -> str:
         """Returns a description of the total time: "1:02:11 in 3 processes"."""
         text = f"{clock(sum(self.seconds().values()))} in {counted(self.processes, 'process', 'processes')}"
-        if self.backward:
-            text += f"; the clock went back at {counted(self.backward, 'start')}, so the time before is not counted"
+        if self.early:
+            text += f"; {counted(self.early, 'start')} before the last event of an earlier process (or clocks differ)"
         return text
 
     def __str__(self) -> str:
@@ -129,20 +129,21 @@ class Timeline:
         self._waiting: list[dict[str, Any]] | None = []
         self._file: AppendedFile | None = None
         self._path, self._before, self._size = Path(), 0, 0  # the file, its size before this process, its size now
-        self._begun = False
         self._using, self._ended = threading.Lock(), threading.Event()
         self.started = time.perf_counter()
         self._offset = time.time() - self.started  # the machine's clock may be changed during training
         self._write(_JOB_START)
 
-    def open(self, folder: Path, writes: bool, resumes: bool, say: Callable[[str], None]) -> None:
+    def open(
+        self, folder: Path, writes: bool, resumes: bool, say: Callable[[str], None], check: Callable[[], None]
+    ) -> None:
         """Writes all events so far to the file in the run's `folder`. Later events are written immediately, and a
         thread records that this process is alive. Does nothing if the file is already open.
 
         A UserError before the first step removes this process's events from the file: the command is refused.
 
         `writes`: whether this process writes the file; otherwise its events are dropped.
-        `resumes`, `say`: see `AppendedFile`. Raises UserError if the file cannot be written.
+        `resumes`, `say`, `check`: see `AppendedFile`. Raises UserError if the file cannot be written.
         """
         if self._waiting is None:
             return
@@ -152,7 +153,7 @@ class Timeline:
         self._path = folder / GOODPUT_FILE
         with disk_errors(self._path, resumes):
             found = self._path.read_bytes() if self._path.exists() else b""
-        self.goodput, self._file = read_goodput(folder), AppendedFile(self._path, resumes, say)
+        self.goodput, self._file = read_goodput(folder), AppendedFile(self._path, resumes, say, check)
         self._before = self._size = len(found)
         if found and not found.endswith(b"\n"):  # a killed process left an incomplete line
             self._append(self._file, b"\n")
@@ -199,7 +200,7 @@ class Timeline:
         self._write(_JOB_END)
 
     def _begins(self, phase: str) -> None:
-        self._phase, self._begun = phase, True
+        self._phase = phase
         self._tell("done", phase)
 
     def _live(self) -> None:
@@ -234,7 +235,7 @@ class Timeline:
         with self._using, contextlib.suppress(OSError):
             if self._file is not None:
                 self._file.close()
-                refused = isinstance(error[1], UserError) and not self._begun
+                refused = isinstance(error[1], UserError) and self._phase == START
                 if refused and self._path.stat().st_size == self._size:  # no new owner of the run has written to it
                     os.truncate(self._path, self._before)
 

@@ -53,15 +53,11 @@ class Lease:
         threading.Thread(target=self._renew, args=(_RENEWED,), daemon=True).start()
 
     def check(self, look: bool = True) -> None:
-        """Raises UserError if another process has taken over the run, or may have done so unnoticed. Rereads the lease
-        file first if `look` is true, or if the thread has missed a renewal, as on a host that was frozen."""
+        """Raises UserError if another process has taken over the run. Rereads the lease file first if `look` is true, or
+        if the thread has missed a renewal, as on a host that was frozen."""
         if look or _now() - self._looked > 2 * _RENEWED:
-            with self._using:
-                try:
-                    self._look()
-                except _ANY:
-                    if look and _now() - self._written > _LOST:
-                        self._other = f"its lease could be neither read nor renewed for {_LOST:.0f} s"
+            with self._using, contextlib.suppress(_ANY):
+                self._look()
         if self._other:
             raise UserError(
                 f"{self._file.parent}: {self._other}; this process ends, and its unsaved progress is lost. Give each "

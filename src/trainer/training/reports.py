@@ -128,7 +128,7 @@ class _Files:
             copy = file.open(updates, resumed=begin.resumed, resumes=resumes, say=self._say, check=check)
             self._with_maxtext_names.append(stack.enter_context(copy))
         if self._config.enable_tensorboard:
-            events = EventsWriter(self._run_dir.path, updates, resumes=resumes, say=self._say)
+            events = EventsWriter(self._run_dir.path, updates, resumes=resumes, say=self._say, check=check)
             self._with_maxtext_names.append(stack.enter_context(events))
         return earlier_evaluations(self._metrics.kept, updates)
 

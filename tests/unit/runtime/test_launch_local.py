@@ -152,7 +152,9 @@ def test_a_stopped_process_is_named_not_the_one_that_lost_it(launcher, capsys, m
     assert capsys.readouterr().err.startswith("launch_local: process 1 of 3 does not answer")
 
 
-def test_a_hang_whose_end_others_obey_first(launcher, capsys):
+@pytest.mark.parametrize("grace", [0.0, 5.0])  # whether the hanging process ends after it
+def test_a_hang_whose_end_others_obey_first(launcher, capsys, monkeypatch, grace):
+    monkeypatch.setattr(launcher, "_GRACE", grace)
     codes = iter([None, None, None, None])
     hung = member(0, poll=lambda: next(codes, 75))
     assert launcher._Job(launcher._options([]))._wait([member(143), hung]) == 75
@@ -162,11 +164,15 @@ def test_a_hang_whose_end_others_obey_first(launcher, capsys):
 def test_a_process_that_sigkill_does_not_end(launcher, capsys, monkeypatch):
     for name in ("_GRACE", "LEFT_TO_END", "_SECONDS_TO_DIE"):
         monkeypatch.setattr(launcher, name, 0.1)
-    blocked = member(None, send_signal=lambda number: None)
+    of_job = {"step": -1, "close": lambda: None}
+    blocked = member(None, send_signal=lambda number: None, **of_job)
     assert launcher._Job(launcher._options([]))._wait([member(75), blocked]) == 128 + 9
     said = capsys.readouterr().err
     assert said.startswith("launch_local: process 1 of 2 does not answer")
-    assert said.endswith("SIGKILL does not end all processes: they are blocked in the kernel\n")
+    job = launcher._Job(launcher._options(["--restarts", "1", "--", "run_name=r"]))
+    monkeypatch.setattr(job, "_start", lambda members: members.extend([member(75, **of_job), blocked]))
+    assert job.run() == 128 + 9
+    assert "not started again: a process still exists" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

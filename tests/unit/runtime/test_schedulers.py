@@ -170,7 +170,6 @@ def submitted(tmp_path):
     def start(codes, **others):
         environment = os.environ | {
             "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
-            "SLURM_SUBMIT_DIR": str(tmp_path),
             "SLURM_JOB_ID": "7",
             "TASK_CODES": codes,
         }
@@ -189,7 +188,6 @@ def submitted(tmp_path):
         ("75 134", {"SLURM_RESTART_COUNT": "20"}, 75, False),
         ("75 143", {}, 0, True),  # the supervisor that ended one process made both processes end
         ("2 134", {}, 2, False),  # a user's error in one process; JAX aborts the other
-        ("2 2", {"SLURM_SUBMIT_DIR": "/dev/full"}, 2, False),  # no file can be written
         ("143 143", {}, 143, False),  # scancel
     ],
 )
@@ -199,7 +197,6 @@ def test_how_the_script_ends(codes, others, code, queued, submitted, tmp_path):
     assert script.returncode == code, said
     assert (tmp_path / "queued").exists() == queued
     assert ("not queued again" in said) == (code != 0)
-    assert not list(tmp_path.glob("ended-*"))
     words = "-m trainer.train my.yml prompt=two words run_name=job-7 supervise=true"
     assert [(tmp_path / f"task-{task}").read_text().split(maxsplit=2)[2] for task in range(2)] == [f"{words}\n"] * 2
 
