@@ -53,9 +53,13 @@ MOMENTS = {
     "deletion": "trainer.checkpoint.manager:remove_tree",
 }
 HANG = "hang"  # an endless wait, within the moment's function
-CLOCK = "clock"  # time.time() jumps; for half of the draws, SIGKILL follows after a second
+# time.time() jumps, and stays ahead or behind in later starts; for half of the draws, SIGKILL follows after a second.
+# `datetime`, the times of files and C++ code are not affected.
+CLOCK = "clock"
 JUMPS = (-86400.0, -60.0, 60.0, 3600.0, 86400.0, 365 * 86400.0)  # seconds
-SLOW, SLOWED = "slow disk", 0.1  # seconds that each operation of Python on a file of the run takes from then on
+# From then on, each call of Python that opens, renames, removes or lists a file or folder of the run by its path waits.
+# Reads, writes and C++ code do not.
+SLOW, SLOWED = "slow disk", 0.1  # seconds of each wait
 SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
 FULL, BALLAST = "full disk", "ballast"
 # Maps a moment to the maximum bytes per file after a simulated full disk has struck at this moment. The operating
@@ -71,6 +75,11 @@ def install() -> None:
     index = next((word.partition("=")[2] for word in sys.orig_argv if word.startswith("process_id=")), None)
     if index is None:
         return
+    plan = json.loads(os.environ["FAULTS"])
+    for number, fault in enumerate(plan["faults"]):
+        struck = Path(plan["folder"], f"struck-{number}").exists()
+        if fault["kind"] == CLOCK and struck and fault["process"] in (None, int(index)):
+            _jump(fault["draw"])
     from trainer.runtime import distributed
 
     connect = distributed.distributed
@@ -198,6 +207,10 @@ def _strike(fault: dict[str, Any], mark: Path, run: Path, volume: str) -> None:
         time.sleep(1e6)
     elif kind == CLOCK:
         _jump(fault["draw"])
+        if fault["draw"] * len(JUMPS) % 1 < 0.5:
+            timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL))
+            timer.daemon = True
+            timer.start()
     elif kind == SLOW:
         sys.addaudithook(functools.partial(_slowed, str(run)))
     elif kind in DAMAGES:
@@ -212,14 +225,10 @@ def _jump(draw: float) -> None:
     jump, clock, clock_ns = JUMPS[int(draw * len(JUMPS))], time.time, time.time_ns
     time.time = lambda: clock() + jump
     time.time_ns = lambda: clock_ns() + int(jump * 1e9)
-    if draw * len(JUMPS) % 1 < 0.5:
-        timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL))
-        timer.daemon = True
-        timer.start()
 
 
 def _slowed(run: str, event: str, args: tuple[Any, ...]) -> None:
-    """An audit hook that delays each operation of Python on a file of the run."""
+    """An audit hook, see SLOW."""
     if (event == "open" or event.startswith("os.")) and args and str(args[0]).startswith(run):
         time.sleep(SLOWED)
 

@@ -19,10 +19,10 @@ A full disk, a slow disk and a clock that jumps are simulated within the process
 system that contains the runs is filled instead:
 `unshare -Urm sh -c 'mount -t tmpfs -o size=32m none FOLDER && python scripts/fault_rounds.py --volume FOLDER ...'`.
 
-A round is determined by its seed and the command line: `--seed 17 --rounds 1` repeats round 17. Only the delay of the
-moment "any time" also depends on the duration of the undisturbed run. --results appends the result of each round to a
-file; rounds that the file reports as equal are not run again. If a round fails, its folder is kept, the other rounds
-still run, and the exit code is 1.
+A round is determined by its seed and the command line: `--seed 17 --rounds 1` repeats round 17. The moment "any time"
+also depends on the duration of the undisturbed run, and "preparation of data" on which process prepared which part.
+--results appends the result of each round to a file; rounds that the file reports as equal are not run again. If a
+round fails, its folder is kept, the other rounds still run, and the exit code is 1.
 """
 
 import argparse
@@ -456,9 +456,10 @@ def main() -> int:
 
     seeds = [seed for seed in range(options.seed, options.seed + options.rounds) if seed not in done]
     counts = [[int(count) for count in pair.split(":")] for pair in options.processes.split(",")]
-    processes, folder = [(pair[0], pair[-1]) for pair in counts], Path(tempfile.mkdtemp())
+    processes = [(pair[0], pair[-1]) for pair in counts]
     if any(count != then for count, then in processes) and "opt_type=sgd" not in words:
         parser.error(f"--processes {options.processes} requires opt_type=sgd")
+    folder = Path(tempfile.mkdtemp())
     kinds, moments = options.faults.split(","), options.moments.split(",")
     failed = rounds(words, seeds, folder, processes, kinds, say, options.module, moments, options.volume)
     print(f"{len(seeds)} rounds, {failed} failed, {missed} without their fault; {len(done)} were done before")

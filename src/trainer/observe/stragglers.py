@@ -36,7 +36,7 @@ class Stragglers:
         write: Callable[[Mapping[str, Any]], None],
     ):
         """`hosts`: the hosts of the processes, in process order. `gather_later`: see `runtime.agreement`. `write`: gets
-        the times of all processes, in process order, once for each period; `step` is the period's last step."""
+        the times of all processes, in process order, for each period but the last. `step` is a period's last step."""
         self._period, self._hosts, self._gather_later, self._say = period, hosts, gather_later, say
         self._write = write
         self._times: list[tuple[float, float, float]] = []

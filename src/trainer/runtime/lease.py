@@ -53,8 +53,8 @@ class Lease:
         threading.Thread(target=self._renew, args=(_RENEWED,), daemon=True).start()
 
     def check(self, look: bool = True) -> None:
-        """Raises UserError if another process has taken over the run. Rereads the lease file first if `look` is true, or
-        if the thread has missed a renewal, as on a host that was frozen."""
+        """Raises UserError if another process has taken over the run. Rereads the lease file first if `look` is true,
+        or if the thread has missed a renewal, as on a host that was frozen."""
         if look or _now() - self._looked > 2 * _RENEWED:
             with self._using, contextlib.suppress(_ANY):
                 self._look()

@@ -145,16 +145,18 @@ class _Watched:
         self._child.terminate()
         until = time.monotonic() + _SECONDS_TO_END
         written = _written(file, text)
-        if is_remote(self._config.base_output_directory):  # a mirror on this machine, which may be lost with it
-            written += f"\n{stacks}"
+        if is_remote(self._config.base_output_directory) and text not in written:
+            written += f"\n{stacks}"  # the file is in a mirror on this machine, which may be lost with it
         _say(f"{what}; the process {how}; {written}")
         while self._child.poll() is None and time.monotonic() < until:
             self._read(_POLL)
         self._kill()
+        while self._read(0):
+            pass
         try:
             self._child.wait(_SECONDS_TO_DIE)
         except subprocess.TimeoutExpired:
-            _say("SIGKILL does not end the process: it is blocked in the kernel")
+            _say(f"the process still exists {_SECONDS_TO_DIE:.0f} s after SIGKILL")
         return HANG
 
     def _kill(self) -> None:

@@ -10,29 +10,32 @@ from trainer.config.schema import schema
 SOURCES = Path(__file__).parents[3] / "src/trainer"
 # The files of config/ whose definitions count where code uses them. The others load, check and print all keys.
 READERS = ("capabilities/", "derived.py", "flags.py")
+TABLES = ("ROWS", "CHECKS", "INERT", "INERT_HERE")  # say when a key is valid or has an effect; they do not read it
 COMPUTED = {key for axis_keys in (ICI, DCN) for key in axis_keys.values()}  # read as f"ici_{axis}_parallelism"
 
 
-def words(node: ast.AST) -> set[str]:
-    """Returns the names, the attributes and the whole strings in some code."""
-    kinds = {ast.Attribute: "attr", ast.Name: "id", ast.alias: "name", ast.Constant: "value"}
-    found = (getattr(each, kinds[type(each)]) for each in ast.walk(node) if type(each) in kinds)
+def words(node: ast.AST, *kinds: type) -> set[str]:
+    """Returns the attributes, whole strings, names and imported names in some code, as far as they are of `kinds`."""
+    fields = {ast.Attribute: "attr", ast.Constant: "value", ast.Name: "id", ast.alias: "name"}
+    found = (getattr(each, fields[type(each)]) for each in ast.walk(node) if type(each) in kinds)
     return {word for word in found if isinstance(word, str)}
 
 
 def defined(tree: ast.Module) -> Iterator[tuple[str, ast.stmt]]:
-    """Yields the name and the code of each function, class and variable of a module."""
+    """Yields the name and the code of each function, class and variable of a module, except for the TABLES."""
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name, node
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             for name in (each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)):
-                yield name, node
+                if name not in TABLES:
+                    yield name, node
 
 
 def read() -> set[str]:
-    """Returns all words of the code outside config/, and of the definitions of READERS that it uses."""
+    """Returns all attributes and strings in the code outside config/, and in the definitions of READERS that this code
+    uses."""
     definitions: dict[str, list[ast.AST]] = {}
     todo: list[ast.AST] = []
     for path in SOURCES.rglob("*.py"):
@@ -43,10 +46,13 @@ def read() -> set[str]:
             for name, node in defined(tree):
                 definitions.setdefault(name, []).append(node)
     found: set[str] = set()
+    followed: set[str] = set()
     while todo:
-        new = words(todo.pop()) - found
-        found |= new
-        todo += [node for name in new for node in definitions.get(name, ())]
+        node = todo.pop()
+        found |= words(node, ast.Attribute, ast.Constant)
+        used = words(node, ast.Attribute, ast.Name, ast.alias) & definitions.keys() - followed
+        followed |= used
+        todo += [each for name in used for each in definitions[name]]
     return found
 
 

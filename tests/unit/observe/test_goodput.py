@@ -66,6 +66,14 @@ def test_each_second_counts_once():
     assert str(run).endswith(", between processes 25.0% of 0:01:00 in 2 processes")
 
 
+def test_a_step_of_many_minutes_waited_for_its_rollouts():
+    alive = [{"alive_time": 100.0 + seconds} for seconds in range(5, 300, 5)]
+    run = spent([{"job_start_time": 99.0}, {"step_start_time": 100.0, "step_count": 0}, *alive])
+    assert run.seconds() == {"start": 1, "steps": 295}
+    run.add({"step_start_time": 400.0, "step_count": 1, "rollouts_wait": 250.0})
+    assert run.seconds() == {"start": 1, "steps": 50, "rollouts": 250}
+
+
 def test_no_time_counts_between_a_finished_run_and_its_continuation():
     later = [{"job_start_time": 900.0}, {"step_start_time": 901.0, "step_count": 4}, {"job_end_time": 903.0}]
     run = spent([*KILLED, *RESUMED, *later])
@@ -78,7 +86,7 @@ def test_a_clock_that_went_back_is_named():
     )
     assert run.seconds() == {part: seconds for part, seconds in SPENT.items() if part != "between processes"}
     assert str(run).endswith(
-        " of 0:00:45 in 2 processes; the clock went back at 1 start, so the time before is not counted"
+        " of 0:00:45 in 2 processes; 1 start before the last event of an earlier process (or clocks differ)"
     )
     assert "clock" not in str(spent([*KILLED, *RESUMED, *KILLED])), "a finished run and its continuation"
 
@@ -114,7 +122,7 @@ def test_a_process_records_its_events(tmp_path, monkeypatch):
     with Timeline() as timeline:
         with timeline.during("restore"):
             passes(3)
-        timeline.open(tmp_path, True, True, print)
+        timeline.open(tmp_path, True, True, print, lambda: None)
         timeline.step(0)
         passes(4)
         timeline.step(1, data_wait=1.0)
@@ -130,7 +138,7 @@ def test_a_process_records_its_events(tmp_path, monkeypatch):
 
 def test_only_one_process_writes(tmp_path):
     with Timeline() as timeline:
-        timeline.open(tmp_path, False, True, print)
+        timeline.open(tmp_path, False, True, print, lambda: None)
         timeline.step(0)
     assert timeline.goodput.seconds() == {}
     assert not list(tmp_path.iterdir())
@@ -143,7 +151,7 @@ def test_processes_that_are_killed_during_their_restores(tmp_path, monkeypatch):
     monkeypatch.setattr(goodput, "time", SimpleNamespace(perf_counter=lambda: now[0], time=lambda: now[0]))
     for _ in range(3):
         killed = Timeline()
-        killed.open(tmp_path, True, True, print)
+        killed.open(tmp_path, True, True, print, lambda: None)
         with contextlib.suppress(KeyboardInterrupt), killed.during("restore"):
             now[0] += 1000
             until = time.monotonic() + 60
@@ -161,7 +169,7 @@ def test_a_refused_command_leaves_no_events(tmp_path):
     def ends(error, steps=0, other=b""):
         (tmp_path / GOODPUT_FILE).write_bytes(b'{"job_start_time": 1}\n{"cut')
         with contextlib.suppress(UserError, OSError), Timeline() as timeline:
-            timeline.open(tmp_path, True, True, print)
+            timeline.open(tmp_path, True, True, print, lambda: None)
             for step in range(steps):
                 timeline.step(step)
             with (tmp_path / GOODPUT_FILE).open("ab") as file:

@@ -46,7 +46,7 @@ def test_the_times_of_each_period_are_written(tmp_path):
     assert rows[0]["data_wait"] == [0, 0, 0.475, 0.1667]
     assert rows[0]["step_time"] == [1] * 4
     with Timeline() as timeline:
-        timeline.open(tmp_path, True, True, print)
+        timeline.open(tmp_path, True, True, print, lambda: None)
         timeline.step(0)
         timeline.add(rows[0])
         timeline.finish()

@@ -142,17 +142,6 @@ def test_a_storage_that_fails_for_a_while_ends_nothing(tmp_path, taken, monkeypa
         time.sleep(0.01)
 
 
-def test_a_storage_that_fails_for_longer_than_a_lease_lives_ends_the_run(taken, monkeypatch):
-    first, now = taken(renews=False), lease._now()
-    monkeypatch.setattr(lease, "read_now", lambda *args: 1 / 0)
-    monkeypatch.setattr(lease, "_now", lambda: now + 59)
-    first.check()
-    monkeypatch.setattr(lease, "_now", lambda: now + 61)
-    first.check(look=False)
-    with pytest.raises(UserError, match="its lease could be neither read nor renewed for 60 s; this process ends"):
-        first.check()
-
-
 @pytest.mark.parametrize("content", [None, b"", b"{", b"[]"])
 def test_a_file_that_is_removed_or_damaged_is_written_again(tmp_path, taken, content):
     first, file, until = taken(), tmp_path / ".lease", time.monotonic() + 60

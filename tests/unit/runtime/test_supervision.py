@@ -138,7 +138,7 @@ def test_a_hang_of_the_file_system_and_a_child_that_sigkill_does_not_end(child, 
     errors = capfd.readouterr().err
     assert re.search(r"; the process is ended; cannot write .+: its file system does not respond\n", errors)
     assert "in stuck" in errors
-    assert errors.endswith("supervise: SIGKILL does not end the process: it is blocked in the kernel\n")
+    assert errors.endswith("supervise: the process still exists 0 s after SIGKILL\n")
 
 
 @pytest.mark.parametrize(("how", "code"), [("code0", 0), ("code2", 2), ("killed", 137), ("grace", 0), ("rollouts", 0)])
