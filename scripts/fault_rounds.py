@@ -70,7 +70,7 @@ FAULTS: dict[str, tuple[Sequence[str], int]] = {
     "term": (EVERYWHERE, 128 + signal.SIGTERM),
     "stop": (EVERYWHERE, 0),
     HANG: (list(HANGING), 0),
-    CLOCK: (EVERYWHERE, 0),
+    CLOCK: (EVERYWHERE, 2),  # Orbax measures the limit of a save with this clock
     FULL: (WRITING, 2),
     SLOW: (sorted({*WRITING, *DAMAGING}), 0),
     **dict.fromkeys(DAMAGES, (DAMAGING, 2)),
