@@ -63,8 +63,9 @@ def verify(folder: Any, process: int = 0, processes: int = 1) -> None:
     Raises:
       UserError: a file is missing or changed; the message names one such file.
     """
+    entries = read_part(folder, SUMS).items()
     try:
-        sums = {name: (_integer(length), crc) for name, (length, crc) in read_part(folder, SUMS).items()}
+        sums = {name: (_integer(length), crc) for name, (length, crc) in entries}
     except (ValueError, TypeError) as error:
         raise damaged(folder, SUMS, f"cannot be read ({type(error).__name__}: {error})") from error
     read_part(folder, _METADATA)
