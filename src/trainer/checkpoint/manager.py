@@ -126,6 +126,9 @@ class CheckpointManager:
             try:
                 self._watch(ending)
                 ending.result()
+            except Exception:
+                self._lost = jax.process_count() > 1  # Orbax would wait for processes that wait for this one
+                raise
             finally:
                 if ending.done():  # not done if Ctrl-C interrupted the wait; `close` then waits again
                     self._ending = None
@@ -159,7 +162,6 @@ class CheckpointManager:
         immediately instead."""
         while jax.process_count() > 1 and concurrent.futures.wait([ending], _POLL).not_done:
             if error := logged_failure():
-                self._lost = True
                 raise error
 
     def _before_commit(self) -> None:

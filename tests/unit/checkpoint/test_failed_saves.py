@@ -149,6 +149,17 @@ def test_of_several_processes_the_one_whose_disk_fails_does_not_wait_for_the_oth
             manager.wait()
 
 
+def test_of_several_processes_the_one_whose_checksums_fail_does_not_wait_for_the_others(tmp_path, monkeypatch):
+    with CheckpointManager(tmp_path, settings(), say=print) as manager, monkeypatch.context() as patch:
+        patch.setattr(jax, "process_count", lambda: 2)
+        patch.setattr(manager._orbax, "close", lambda: pytest.fail("Orbax waits for the other processes"))
+        manager._ending = Future()
+        manager._ending.set_exception(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+        with pytest.raises(UserError, match="No space left on device"):
+            manager.wait()
+        manager.close()
+
+
 def test_of_several_processes_the_one_whose_save_fails_raises_what_failed(tmp_path, monkeypatch):
     """The error is a bucket's, not a disk error. Other libraries use the same logger and may log their own errors."""
     with CheckpointManager(tmp_path, settings(), say=print) as manager:
