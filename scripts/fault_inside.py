@@ -77,8 +77,8 @@ def install() -> None:
         return
     plan = json.loads(os.environ["FAULTS"])
     for number, fault in enumerate(plan["faults"]):
-        struck = Path(plan["folder"], f"struck-{number}").exists()
-        if fault["kind"] == CLOCK and struck and fault["process"] in (None, int(index)):
+        before = Path(plan["folder"], f"struck-{number}").exists()
+        if fault["kind"] == CLOCK and before and fault["process"] in (None, int(index)):
             _jump(fault["draw"])
     from trainer.runtime import distributed
 

@@ -64,7 +64,7 @@ class Goodput:
         self._at = at
         if name == _ALIVE:
             return
-        self._nested = part if name == _EVENT_START else ""
+        self._nested = str(part) if name == _EVENT_START else ""
         if name == _JOB_START:
             self.processes, self._phase = self.processes + 1, START
         elif name == _STEP_START:
