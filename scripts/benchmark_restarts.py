@@ -7,7 +7,7 @@
 
 For each way and round, it prints the seconds from the fault to each of these events: the launcher names the process,
 all processes have ended, the state is restored, and the first step that is new to the run is completed. --ways kill
-measures only the ways whose names contain "kill". JAX_COMPILATION_CACHE_DIR makes the runs reuse compiled programs.
+measures only the ways whose names contain "kill".
 
 --goodput M trains under supervision for M minutes. Every --every minutes, it sends SIGKILL to one of the processes, in
 turn. It prints the goodput report, and compares the report's total time with the elapsed time. --supervision M
@@ -44,7 +44,7 @@ WAYS: dict[str, tuple[int, signal.Signals | None, list[str]]] = {
     "SIGSTOP, supervised": (1, signal.SIGSTOP, SUPERVISED),
     "hang, supervised": (1, None, SUPERVISED),
 }
-SAVED = 1000  # checkpoint_period of --goodput: a save takes longer than 25 of these small steps
+SAVED = 1000  # checkpoint_period of --goodput; with the 25 of WORDS, saves would take longer than steps
 BLOW = 60  # the step at which the fault strikes
 # A sitecustomize.py that makes process 1 hang once its timeline has recorded step BLOW, but only at the run's first
 # start.
