@@ -67,17 +67,19 @@ def interrupted(folder, name, of):
 def test_a_run_is_resumed(folder):
     """Under another combination and from a moved base; a base with other values is refused."""
     found, data = folder
-    keys = {"load_parameters_path": "runs/base", **LORA, **data}
+    keys, base = {"load_parameters_path": "runs/base", **LORA, **data}, found / "runs" / "base"
     interrupted(found, "resumed", of="one")
-    (found / "runs" / "base").rename(found / "moved")
+    base.rename(found / "moved")
     try:
         output = run(found, "resumed", steps=6, combination=LAST, **keys, refused="there is no such folder")
         assert "runs/base" in output
         output = run(found, "resumed", steps=6, combination=LAST, **keys | {"load_parameters_path": "moved"})
         assert "load_parameters_path is ignored" not in output
     finally:
-        (found / "moved").rename(found / "runs" / "base")
+        (found / "moved").rename(base)
     assert_equal(found / "runs" / "resumed", found / "runs" / "one", updates=6)
+    export([str(found / "runs" / "resumed"), str(found / "same"), "format=params", f"load_parameters_path={base}"])
+    assert_same(values_of(found / "same"), values_of(found / "sum"))
     said = "trained on a base with other values: "
     run(found, "resumed", steps=6, refused=said, **keys | {"load_parameters_path": "sum"})
 

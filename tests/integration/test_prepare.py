@@ -15,7 +15,10 @@ from run_cases import command
 from sample_data import document, write_corpus
 from support import TINY, pinned
 
-SMALL = TINY | pinned("nnx")
+from trainer import prepare
+
+pytestmark = pytest.mark.usefixtures("equal_programs")
+SMALL = TINY | pinned("nnx") | {"opt_type": "sgd", "learning_rate_schedule_steps": 4}
 SMALL |= {"vocab_size": 300, "max_target_length": 32, "eval_interval": 4, "per_device_batch_size": 2, "prompt": ""}
 
 
@@ -99,15 +102,10 @@ def test_a_run_goes_on_with_the_prepared_folder(tmp_path: Path, monkeypatch: pyt
     assert code == 0, output
     assert "mixture      70.0% of the rows from" in output
     words = [f"{name}={value}" for name, value in data.items()]
-    subprocess.run(
-        [sys.executable, "-m", "trainer.prepare", *words, "max_target_length=32", "vocab_size=300", "out=place"],
-        check=True,
-        cwd=tmp_path,
-        capture_output=True,
-    )
-    assert command(shared | {"steps": 2, "learning_rate_schedule_steps": 4}, "run_name=part")[0] == 0
+    prepare.main([*words, "max_target_length=32", "vocab_size=300", "out=place"])
+    assert command(shared | {"steps": 2}, "run_name=part")[0] == 0
     (tmp_path / "a").rename(tmp_path / "away")
-    keys = {name: value for name, value in shared.items() if name not in data} | {"learning_rate_schedule_steps": 4}
+    keys = {name: value for name, value in shared.items() if name not in data}
     code, output = command(keys | {"prepared_path": "place", "steps": 3}, "run_name=part")
     assert code == 0, output
     (tmp_path / "place").rename(tmp_path / "moved")
