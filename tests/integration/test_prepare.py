@@ -96,6 +96,7 @@ def test_a_process_that_dies_repeats_no_finished_part(tmp_path: Path, victim: st
 def test_a_run_goes_on_with_the_prepared_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     data = {"dataset_type": "grain", "grain_file_type": "jsonl", "prepare_part_mib": 0.002, "held_out_share": 0.2}
+    data |= {"prepare_workers": 1}
     data |= {"grain_train_files": f"{write_corpus(tmp_path / 'a', 'jsonl', 40)}/*,0.7;{tmp_path}/a/0*,0.3"}
     shared = SMALL | data | {"data_cache_directory": tmp_path / "cache", "checkpoint_period": 2}
     code, output = command(shared | {"steps": 4}, "run_name=whole")
