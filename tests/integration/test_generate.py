@@ -34,7 +34,6 @@ TEXT = {
     "logits_via_embedding": False,
     "grain_file_type": "text",
 }
-# Runs of several prompts return probabilities, so that they share their programs with lines of JSON.
 DRAWN = ["decode_sampling_temperature=1.5", "decode_sampling_seed=3", "max_target_length=20"]
 
 
@@ -81,6 +80,7 @@ def test_prompts_come_out_in_their_order_and_as_if_each_were_alone(run, monkeypa
     prompts = ["def f", "return x +", "x\f", "    ret"]
     alone = run_command(monkeypatch, path, f"prompt={prompts[1]}", *DRAWN)[1]
     given = "\n".join(["", *prompts, ""])
+    # With probabilities, it has the programs of JSON lines.
     code, text, _ = run_command(monkeypatch, path, "prompts=-", *DRAWN, "return_log_prob=true", stdin=given)
     assert code == 0
     before, found, after = text.partition(alone)

@@ -88,10 +88,9 @@ def test_some_processes_then_fewer(tmp_path, processes):
         assert passed > 1, "the pause of the launcher counts"
 
     last = int(newest(tmp_path / "runs/run").name)
-    ends = SMALL | {"steps": last + 2, "per_device_batch_size": 8}
     (tmp_path / "straight").mkdir()
     with sharing_programs():
-        said = alone(tmp_path, 1, **ends)
+        said = alone(tmp_path, 1, **(ends := SMALL | {"steps": last + 2, "per_device_batch_size": 8}))
         alone(tmp_path / "straight", 1, **ends, checkpoint_period=1000)
     assert f"checkpoints/{last}: {last} of {last + 2} updates are done" in said
     found, expected = rows_of(tmp_path), rows_of(tmp_path / "straight")

@@ -21,7 +21,6 @@ pytestmark = pytest.mark.usefixtures("equal_programs")
 MODEL = TINY | pinned("nnx") | {"vocab_size": 300, "max_target_length": 64, "enable_checkpointing": True}
 MODEL |= {"enable_tensorboard": False, "dataset_type": "grain", "grain_file_type": "jsonl", "tokenizer_type": "bytes"}
 CHATS = MODEL | {"grain_train_files": "chats.jsonl", "train_data_columns": "messages", "steps": 40, "prompt": "color?"}
-CHATS["learning_rate_schedule_steps"] = 40
 CHATS |= {"eval_data_columns": "messages", "held_out_share": 0.2, "eval_interval": 20, "learning_rate": 0.01}
 START = {"load_parameters_path": "runs/base", "run_name": "chats", "tokenizer_type": "auto"}
 COLORS = ("red", "blue", "green")
@@ -47,8 +46,7 @@ def folder(tmp_path_factory):
     (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        texts = {"grain_train_files": "texts.jsonl", "opt_type": "sgd", "prompt": ""}
-        code, said = command(MODEL | texts | {"run_name": "base", "steps": 3})
+        code, said = command(MODEL | {"grain_train_files": "texts.jsonl", "run_name": "base", "steps": 3, "prompt": ""})
         assert code == 0, said
         code, printed = command(CHATS | START, program=sft.main)
         assert code == 0, printed
@@ -75,7 +73,7 @@ def test_it_learns_the_answers_with_the_tokenizer_of_its_model(folder):
 
 
 def test_it_resumes_and_the_other_command_does_not():
-    words = CHATS | START | {"steps": 45}
+    words = CHATS | START | {"steps": 45, "learning_rate_schedule_steps": 40}
     code, said = command(words)
     assert code == 2
     assert "python -m trainer.sft trains on conversations (use_sft=true)" in said

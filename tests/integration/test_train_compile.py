@@ -76,8 +76,7 @@ def test_no_topology_and_no_libtpu(monkeypatch, capsys):
 
 @needs_libtpu
 def test_a_step_that_does_not_fit_is_a_report(tmp_path):
-    large = TPU | {"per_device_batch_size": 4096, "vocab_size": 32000, "opt_type": "sgd"}
-    large |= {"compile_report_file": "report.json"}
+    large = TPU | {"per_device_batch_size": 4096, "vocab_size": 32000, "compile_report_file": "report.json"}
     done = train_compile(*arguments("nnx", **large), cwd=tmp_path)
     report = json.loads((tmp_path / "report.json").read_text())
     assert done.returncode == 3
