@@ -18,8 +18,9 @@ from support import TINY, pinned
 from trainer import prepare
 
 pytestmark = pytest.mark.usefixtures("equal_programs")
-SMALL = TINY | pinned("nnx") | {"opt_type": "sgd", "learning_rate_schedule_steps": 4, "prepare_workers": 1}
+SMALL = TINY | pinned("nnx") | {"opt_type": "sgd", "learning_rate_schedule_steps": 4, "checkpoint_period": 1}
 SMALL |= {"vocab_size": 300, "max_target_length": 32, "eval_interval": 4, "per_device_batch_size": 2, "prompt": ""}
+SMALL |= {"prepare_workers": 1}
 
 
 # A shell starts background processes with SIGINT ignored.
@@ -97,7 +98,7 @@ def test_a_run_goes_on_with_the_prepared_folder(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     data = {"dataset_type": "grain", "grain_file_type": "jsonl", "prepare_part_mib": 0.002, "held_out_share": 0.2}
     data |= {"grain_train_files": f"{write_corpus(tmp_path / 'a', 'jsonl', 40)}/*,0.7;{tmp_path}/a/0*,0.3"}
-    shared = SMALL | data | {"data_cache_directory": tmp_path / "cache", "checkpoint_period": 2}
+    shared = SMALL | data | {"data_cache_directory": tmp_path / "cache", "enable_checkpointing": True}
     code, output = command(shared | {"steps": 4}, "run_name=whole")
     assert code == 0, output
     assert "mixture      70.0% of the rows from" in output
