@@ -24,6 +24,7 @@ ISLANDS = {
     "checkpoint_period": 3,
     "eval_interval": 1,
     "eval_steps": 1,
+    "dropout_rate": 0.0,
 }
 
 

@@ -35,6 +35,7 @@ KEYS = {
     "ema_decay": 0.5,
     "eval_tasks_interval": 2,
     "reward_num_workers": 1,
+    "prompt": "",
 }
 TASKS = "eval_tasks=[text.yml,choices.jsonl,judged.yml]"
 JUDGE = """\
@@ -163,7 +164,7 @@ def test_a_run_is_evaluated_as_often_and_as_well_if_it_is_interrupted(folder, tm
 
 
 def test_a_task_that_fails_does_not_end_the_run(folder):
-    words = ["eval_tasks=[judged.yml,text.yml]", "steps=4", "learning_rate_schedule_steps=4", "eval_interval=-1"]
+    words = ["eval_tasks=[judged.yml,text.yml]", "steps=4", "eval_interval=-1"]
     (folder / "broken").touch()
     code, printed = trained(folder, *words)
     assert code == 0, printed

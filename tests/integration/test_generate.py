@@ -29,10 +29,12 @@ TEXT = {
     "learning_rate_schedule_steps": 12,
     "eval_interval": -1,
     "checkpoint_period": 12,
+    "dropout_rate": 0.0,
     "ema_decay": 0.5,
     "logits_via_embedding": False,
     "grain_file_type": "text",
 }
+DRAWN = ["decode_sampling_temperature=1.5", "decode_sampling_seed=3", "max_target_length=20"]
 
 
 @pytest.fixture(scope="module")
@@ -76,10 +78,10 @@ def test_the_text_of_a_run_is_its_own_sample(run, monkeypatch):
 def test_prompts_come_out_in_their_order_and_as_if_each_were_alone(run, monkeypatch, tmp_path):
     path, _ = run
     prompts = ["def f", "return x +", "x\f", "    ret"]
-    drawn = ["decode_sampling_temperature=1.5", "decode_sampling_seed=3", "max_target_length=20"]
-    alone = run_command(monkeypatch, path, f"prompt={prompts[1]}", *drawn)[1]
+    alone = run_command(monkeypatch, path, f"prompt={prompts[1]}", *DRAWN)[1]
     given = "\n".join(["", *prompts, ""])
-    code, text, _ = run_command(monkeypatch, path, "prompts=-", *drawn, stdin=given)
+    # With probabilities, it has the programs of JSON lines.
+    code, text, _ = run_command(monkeypatch, path, "prompts=-", *DRAWN, "return_log_prob=true", stdin=given)
     assert code == 0
     before, found, after = text.partition(alone)
     assert found
@@ -88,18 +90,17 @@ def test_prompts_come_out_in_their_order_and_as_if_each_were_alone(run, monkeypa
     file = tmp_path / "prompts.txt"
     file.write_text(given)
     # There are fewer slots than prompts.
-    assert run_command(monkeypatch, path, f"prompts={file}", *drawn, "per_device_batch_size=1")[1] == text
+    assert run_command(monkeypatch, path, f"prompts={file}", *DRAWN, "per_device_batch_size=1")[1] == text
 
 
 def test_lines_of_json_keep_texts_with_newlines_apart(run, monkeypatch, tmp_path):
     path, _ = run
-    greedy = ["decode_sampling_strategy=greedy", "max_target_length=20"]
     prompts = [PROMPT, "return", "x + 1", "x"]
     given = "\ufeff" + "\n".join(prompts)
-    plain = run_command(monkeypatch, path, "prompts=-", *greedy, stdin=given)[1]
+    plain = run_command(monkeypatch, path, "prompts=-", *DRAWN, "return_log_prob=true", stdin=given)[1]
     file = tmp_path / "prompts.txt"
     file.write_text(given, encoding="utf-8")
-    code, text, said = run_command(monkeypatch, path, f"prompts={file}", "format=jsonl", *greedy)
+    code, text, said = run_command(monkeypatch, path, f"prompts={file}", "format=jsonl", *DRAWN)
     assert code == 0, said
     rows = [json.loads(line) for line in text.splitlines()]
     assert [row["prompt"] for row in rows] == prompts

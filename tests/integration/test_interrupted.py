@@ -19,9 +19,10 @@ from trainer.checkpoint.manager import newest
 from trainer.data.batches import eval_batches
 from trainer.runtime.supervision import HANG
 
+pytestmark = pytest.mark.usefixtures("equal_programs")
 # Some tests start processes, others run in this process. All runs are long enough to be interrupted; most of the time
 # is start-up and compilation.
-LONGER = {"steps": 200, "eval_interval": 100, "checkpoint_period": 100}
+LONGER = {"steps": 200, "eval_interval": 100, "checkpoint_period": 100, "dropout_rate": 0.0}
 WORDS = [f"{key}={value}" for key, value in (SETTINGS | pinned("nnx") | LONGER).items()]
 
 

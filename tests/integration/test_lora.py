@@ -8,12 +8,16 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from run_cases import assert_equal, command, train
-from support import ALL_COMBINATIONS, TINY, pinned
+from run_cases import assert_equal, train
+from support import ALL_COMBINATIONS
 
+from trainer.config.resolve import resolve
 from trainer.export import main as export
 from trainer.generate import main as generate
+from trainer.inference.adapters import with_adapters
 from trainer.weights.contents import contents_of
+from trainer.weights.load import of_checkpoint
+from trainer.weights.open import open_adapters
 
 pytestmark = pytest.mark.usefixtures("equal_programs")
 FIRST, LAST = ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]
@@ -22,6 +26,7 @@ RUN = {
     "learning_rate_schedule_steps": 6,
     "checkpoint_period": 3,
     "eval_interval": -1,
+    "dropout_rate": 0.0,
     "base_num_decoder_layers": 2,
     "logits_via_embedding": False,
     "learning_rate": 0.1,
@@ -33,17 +38,19 @@ RUN = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Returns a folder with the run `base`, and the run `one` with adapters for it."""
+    """Returns a folder with the run `base`, the run `one` with adapters for it, and `sum`, their exported sum."""
     found = tmp_path_factory.mktemp("lora")
     corpus = found / "text.jsonl"
     corpus.write_text("".join(json.dumps({"text": f"def f{i}(x): return {i * 7} + x"}) + "\n" for i in range(300)))
     data = {"dataset_type": "grain", "grain_file_type": "jsonl", "grain_train_files": corpus, "held_out_share": 0.1}
-    run(found, "base", steps=3, learning_rate=0.01, **data)
+    run(found, "base", steps=3, learning_rate=0.01, opt_type="sgd", **data)
     run(found, "one", steps=6, load_parameters_path="runs/base", **LORA, **data)
+    with contextlib.chdir(found):
+        export(["runs/one", "sum", "format=params", "load_parameters_path=runs/base"])
     return found, data
 
 
-def run(folder, name, *words, refused="", combination=LAST, **keys):
+def run(folder, name, *words, refused="", combination=FIRST, **keys):
     code, output = train(folder, *words, run_name=name, **{"combination": combination} | RUN | keys)
     assert (code, refused in output) == (2 if refused else 0, True), output
     return output
@@ -60,18 +67,19 @@ def interrupted(folder, name, of):
 def test_a_run_is_resumed(folder):
     """Under another combination and from a moved base; a base with other values is refused."""
     found, data = folder
-    keys = {"load_parameters_path": "runs/base", **LORA, **data}
+    keys, base = {"load_parameters_path": "runs/base", **LORA, **data}, found / "runs" / "base"
     interrupted(found, "resumed", of="one")
-    (found / "runs" / "base").rename(found / "moved")
+    base.rename(found / "moved")
     try:
-        output = run(found, "resumed", steps=6, combination=FIRST, **keys, refused="there is no such folder")
+        output = run(found, "resumed", steps=6, combination=LAST, **keys, refused="there is no such folder")
         assert "runs/base" in output
-        output = run(found, "resumed", steps=6, combination=FIRST, **keys | {"load_parameters_path": "moved"})
+        output = run(found, "resumed", steps=6, combination=LAST, **keys | {"load_parameters_path": "moved"})
         assert "load_parameters_path is ignored" not in output
     finally:
-        (found / "moved").rename(found / "runs" / "base")
+        (found / "moved").rename(base)
     assert_equal(found / "runs" / "resumed", found / "runs" / "one", updates=6)
-    export([str(found / "runs" / "one"), str(found / "sum"), "format=params"])
+    export([str(found / "runs" / "resumed"), str(found / "same"), "format=params", f"load_parameters_path={base}"])
+    assert_same(values_of(found / "same"), values_of(found / "sum"))
     said = "trained on a base with other values: "
     run(found, "resumed", steps=6, refused=said, **keys | {"load_parameters_path": "sum"})
 
@@ -118,16 +126,13 @@ def test_merged_and_separate_adapters_generate_the_same_text(folder, tmp_path, m
 def test_what_is_exported_is_the_sum(folder, tmp_path, monkeypatch, capsys):
     found, _ = folder
     monkeypatch.chdir(found)
-    export(["runs/one", str(tmp_path / "sum"), "format=params"])
-    export(["runs/one", str(tmp_path / "again"), "format=params", "load_parameters_path=runs/base"])
     with pytest.raises(SystemExit) as exited:
-        export(["runs/one", str(tmp_path / "changed"), "format=params", f"load_parameters_path={tmp_path / 'sum'}"])
+        export(["runs/one", str(tmp_path / "changed"), "format=params", "load_parameters_path=sum"])
     assert exited.value.code == 2
     said = "its adapters were trained on a base with other values: decoder/layers/"
     assert said in capsys.readouterr().err
     assert not (tmp_path / "changed").exists()
-    whole, base, adapters = (values_of(path) for path in (tmp_path / "sum", found / "runs/base", found / "runs/one"))
-    assert_same(values_of(tmp_path / "again"), whole)
+    whole, base, adapters = (values_of(path) for path in ("sum", "runs/base", "runs/one"))
     name = "decoder/layers/self_attention/out"
     a, b = (adapters[f"{name}/product/lora_{which}"] for which in "ab")
     expected = base[f"{name}/kernel"] + 2 * np.einsum("lhdr,lre->lhde", a, b)
@@ -207,22 +212,22 @@ def test_qlora_is_resumed_and_merged(folder, monkeypatch):
     """The base is quantized when it is loaded; the adapters are trained for the dequantized values."""
     found, data = folder
     stored = {"lora_weight_qtype": "nf4", "lora_tile_size": 4}
-    keys = {"load_parameters_path": "runs/base", **LORA, **stored, **data}
+    own = LORA | stored | {"lora_module_path": "self_attention/(query|out)"}
+    keys = {"load_parameters_path": "runs/base", **own, **data}
     run(found, "q", steps=6, **keys)
     interrupted(found, "q-resumed", of="q")
-    run(found, "q-resumed", steps=6, combination=FIRST, **keys)
+    run(found, "q-resumed", steps=6, **keys)
     assert_equal(found / "runs" / "q-resumed", found / "runs" / "q", updates=6)
     monkeypatch.chdir(found)
-    words = [f"{key}={value}" for key, value in (LORA | stored).items()]
-    separate = text_of("runs/base", "lora_restore_path=runs/q", *words)
-    assert text_of("runs/q") == separate
-    assert text_of("runs/base", "adapters=runs/q") == separate
+    words = [f"{key}={value}" for key, value in own.items()]
+    assert text_of("runs/q") == text_of("runs/base", "lora_restore_path=runs/q", *words)
+    base = resolve(of_checkpoint("runs/base", [], None)[0].config, device_count=1, platform="cpu")
+    config, _ = with_adapters(base, [open_adapters("runs/q")])
+    assert {key: config[key] for key in stored} == stored
 
 
-def test_the_command_of_maxtext(tmp_path):
-    words = {**TINY, **pinned(FIRST), "steps": 1, "lora.enable_lora": True, "lora.lora_rank": 2, "lora.lora_alpha": 4}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path)
-        code, output = command(words)
-    assert code == 0
+def test_the_command_of_maxtext(folder):
+    found, data = folder
+    maxtext = {f"lora.{key}": value for key, value in LORA.items()}
+    output = run(found, "maxtext", steps=1, **maxtext, **data)
     assert "adapters     rank 2, scale 2: decoder/layers (mlp/wi_0, " in output

@@ -15,8 +15,12 @@ from run_cases import command
 from sample_data import document, write_corpus
 from support import TINY, pinned
 
-SMALL = TINY | pinned("nnx")
+from trainer import prepare
+
+pytestmark = pytest.mark.usefixtures("equal_programs")
+SMALL = TINY | pinned("nnx") | {"opt_type": "sgd", "learning_rate_schedule_steps": 4, "checkpoint_period": 1}
 SMALL |= {"vocab_size": 300, "max_target_length": 32, "eval_interval": 4, "per_device_batch_size": 2, "prompt": ""}
+SMALL |= {"prepare_workers": 1}
 
 
 # A shell starts background processes with SIGINT ignored.
@@ -94,20 +98,15 @@ def test_a_run_goes_on_with_the_prepared_folder(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     data = {"dataset_type": "grain", "grain_file_type": "jsonl", "prepare_part_mib": 0.002, "held_out_share": 0.2}
     data |= {"grain_train_files": f"{write_corpus(tmp_path / 'a', 'jsonl', 40)}/*,0.7;{tmp_path}/a/0*,0.3"}
-    shared = SMALL | data | {"data_cache_directory": tmp_path / "cache", "checkpoint_period": 2}
+    shared = SMALL | data | {"data_cache_directory": tmp_path / "cache", "enable_checkpointing": True}
     code, output = command(shared | {"steps": 4}, "run_name=whole")
     assert code == 0, output
     assert "mixture      70.0% of the rows from" in output
     words = [f"{name}={value}" for name, value in data.items()]
-    subprocess.run(
-        [sys.executable, "-m", "trainer.prepare", *words, "max_target_length=32", "vocab_size=300", "out=place"],
-        check=True,
-        cwd=tmp_path,
-        capture_output=True,
-    )
-    assert command(shared | {"steps": 2, "learning_rate_schedule_steps": 4}, "run_name=part")[0] == 0
+    prepare.main([*words, "prepare_workers=1", "max_target_length=32", "vocab_size=300", "out=place"])
+    assert command(shared | {"steps": 2}, "run_name=part")[0] == 0
     (tmp_path / "a").rename(tmp_path / "away")
-    keys = {name: value for name, value in shared.items() if name not in data} | {"learning_rate_schedule_steps": 4}
+    keys = {name: value for name, value in shared.items() if name not in data}
     code, output = command(keys | {"prepared_path": "place", "steps": 3}, "run_name=part")
     assert code == 0, output
     (tmp_path / "place").rename(tmp_path / "moved")

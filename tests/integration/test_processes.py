@@ -9,10 +9,13 @@ import time
 
 import numpy as np
 import pytest
+from again import sharing_programs
 from process_cases import alone, launched, process, rows_of, wait_for
 
 from trainer.checkpoint.manager import inspect, newest
 from trainer.observe.goodput import BETWEEN, read_goodput
+
+SMALL = {"opt_type": "sgd", "enable_tensorboard": False}
 
 
 @pytest.mark.rest(
@@ -24,9 +27,9 @@ def test_some_processes_then_fewer(tmp_path, processes):
     """Each run resumes from the previous run's checkpoint, and together they equal a run of one process.
 
     With four processes: a damaged file is reported, then two processes resume, one of them is killed, and the launcher
-    restarts both. With two: a single process resumes directly.
+    restarts both. With two: a single process with a single device resumes directly.
     """
-    with launched(tmp_path, processes, 4 // processes) as (launcher, log):
+    with launched(tmp_path, processes, 4 // processes, **SMALL) as (launcher, log):
         wait_for("completed step: 5,", launcher, log)
         # A request to one process is a request to all. A launcher forwards Ctrl-C to all.
         pids = [process(launcher, index) for index in range(processes - 1 if processes == 4 else 0, processes)]
@@ -55,14 +58,14 @@ def test_some_processes_then_fewer(tmp_path, processes):
     if processes == 4:
         content = files[damaged].read_bytes()
         files[damaged].write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-        with launched(tmp_path, 2, 2) as (launcher, log):
+        with launched(tmp_path, 2, 2, **SMALL) as (launcher, log):
             assert launcher.wait(60) == 2, log.read_text()
             # Process 1, whose paths are absolute, reports the file if it is in its share.
             expected = f"runs/run/checkpoints/{done} is damaged: {damaged} has changed since it was written"
             assert expected in log.read_text(), log.read_text()
         files[damaged].write_bytes(content)
 
-        with launched(tmp_path, 2, 2, "--restarts", "1") as (launcher, log):
+        with launched(tmp_path, 2, 2, "--restarts", "1", **SMALL) as (launcher, log):
             wait_for(f"completed step: {done + 5},", launcher, log)
             until = time.monotonic() + 60
             while int(newest(tmp_path / "runs/run").name) == done:  # a save continues while steps run
@@ -85,9 +88,10 @@ def test_some_processes_then_fewer(tmp_path, processes):
         assert passed > 1, "the pause of the launcher counts"
 
     last = int(newest(tmp_path / "runs/run").name)
-    said = alone(tmp_path, 4, steps=last + 2)
     (tmp_path / "straight").mkdir()
-    alone(tmp_path / "straight", 4, steps=last + 2, checkpoint_period=1000)
+    with sharing_programs():
+        said = alone(tmp_path, 1, **(ends := SMALL | {"steps": last + 2, "per_device_batch_size": 8}))
+        alone(tmp_path / "straight", 1, **ends, checkpoint_period=1000)
     assert f"checkpoints/{last}: {last} of {last + 2} updates are done" in said
     found, expected = rows_of(tmp_path), rows_of(tmp_path / "straight")
     assert [(row["step"], row.keys()) for row in found] == [(row["step"], row.keys()) for row in expected]

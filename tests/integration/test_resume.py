@@ -128,7 +128,7 @@ def test_sigterm_within_the_last_evaluation(straight, at, tmp_path, monkeypatch)
     assert_equal(run, straight)
 
 
-@pytest.mark.rest(covered_by="a run of 8 devices that goes on with 1")
+@pytest.mark.rest(covered_by="a run of 1 device that goes on with 8 and 1")
 @exact()
 def test_unrolled_layers_and_other_reports(at, tmp_path):
     """A run with other loops, logs, evaluations and retained checkpoints has the same bits."""
@@ -147,15 +147,16 @@ def test_unrolled_layers_and_other_reports(at, tmp_path):
     assert [row["step"] for row in rows_of(run) if "eval_loss" in row][-3:] == [51, 55, 59]
 
 
-def test_from_eight_devices_to_one(straight, tmp_path):
-    code, output = train(tmp_path, devices=8, per_device_batch_size=1, steps=10)
+def test_from_one_device_to_eight_to_one(straight, at, tmp_path):
+    run = at(10)
+    code, output = train(tmp_path, "run_name=run-0001", devices=8, per_device_batch_size=1, steps=20, eval_interval=-1)
     assert code == 0, output
-    code, output = train(tmp_path, "run_name=run-0001", steps=20)
+    code, output = train(tmp_path, "run_name=run-0001", steps=30)
     assert code == 0, output
-    assert_close(tmp_path / RUN, straight, 20, rtol=1e-5)
+    assert_close(run, straight, 30, rtol=1e-5)
 
 
-@pytest.mark.rest(covered_by="a run of 8 devices that goes on with 1")
+@pytest.mark.rest(covered_by="a run of 1 device that goes on with 8 and 1")
 def test_the_same_batch_in_microbatches(straight, at, tmp_path):
     run = at(50)
     code, output = train(tmp_path, "run_name=run-0001", per_device_batch_size=4, gradient_accumulation_steps=2)
@@ -218,7 +219,7 @@ def test_a_finished_run_given_again(straight, tmp_path):
     assert files_of(tmp_path / RUN) == before
 
 
-@pytest.mark.rest(covered_by="a run of 8 devices that goes on with 1")
+@pytest.mark.rest(covered_by="a run of 1 device that goes on with 8 and 1")
 def test_without_checkpoints(tmp_path):
     settings = {"enable_checkpointing": False, "steps": 2, "eval_interval": -1, "enable_tensorboard": False}
     assert train(tmp_path, **settings)[0] == 0
@@ -261,7 +262,7 @@ def events_of(run_dir):
                 yield sorted(value.tag for value in event.summary.value)
 
 
-@pytest.mark.rest(covered_by="a run of 8 devices that goes on with 1")
+@pytest.mark.rest(covered_by="a run of 1 device that goes on with 8 and 1")
 def test_a_run_on_one_batch_of_a_scaled_model_goes_on_with_its_metrics_file(tmp_path):
     settings = {
         "run_name": "one",

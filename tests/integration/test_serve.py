@@ -10,6 +10,7 @@ import string
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -134,7 +135,7 @@ def test_sigterm_finishes_what_was_accepted(server, folder):
     thread = threading.Thread(target=lambda: answers.append(call(url_of(printed), "/v1/completions", body)))
     thread.start()
     while "trainer_slots_in_use 3.0" not in metrics(printed) and thread.is_alive():
-        pass
+        time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     thread.join()
     assert len(answers[0]["choices"]) == 12

@@ -116,15 +116,15 @@ def test_the_step_of_every_train_state_is_the_same_program_for_a_tpu():
         assert text(combination) == expected, combination
 
 
-# Unique axis sizes, so that no activation is as large as a weight: two rows of three heads would be as large as a
-# weight with six.
+# Unique axis sizes, so that no activation is as large as a weight: three rows of two heads would be as large as a
+# weight with three.
 HEADS = {"base_num_query_heads": 9, "base_num_kv_heads": 3}
 
 
 @pytest.fixture(scope="module")
 def on_two_slices():
     """Returns the run, compiled step and report for two slices of four chips."""
-    sizes = {"per_device_batch_size": 2, **HEADS}
+    sizes = {"per_device_batch_size": 3, "max_target_length": 128, "opt_type": "sgd", **HEADS}
     slices = {"compile_topology_num_slices": 2, "dcn_data_parallelism": 2}
     config = load(arguments("nnx", **TPU | sizes | slices)).config
     return compile_for_topology(config, TPU_QUICKLY)
@@ -171,8 +171,8 @@ def test_a_tpu_neither_pads_gradients_nor_copies_heads_into_another_order(on_two
     found = re.findall(r"= bf16\[([\d,]+)\]\S* copy\(", text)
     copies = [tuple(map(int, dims.split(","))) for dims in found]
     for count in HEADS.values():
-        assert f"bf16[2,{count},256,128]" in text
-        assert [dims for dims in copies if math.prod(dims) == 2 * 256 * count * 128] == []
+        assert f"bf16[3,{count},128,128]" in text
+        assert [dims for dims in copies if math.prod(dims) == 3 * 128 * count * 128] == []
 
 
 @pytest.mark.rest(covered_by="unit/training/test_streaming_diloco.py counts their traffic")
