@@ -24,7 +24,8 @@ class OfParameters:
         return Weights({"lm_loss": tokens}, tokens)
 
     def sums(self, params: Any, rest: Any, batch: Any, key: Any, capture: Any = (), sampled: Any = None) -> Sums:
-        counts = jnp.where(batch["targets"] == 3, 10.0, 1.0)
+        read = sum(0 * batch[name] for name in self.fields)  # else the compiled step would not take them
+        counts = jnp.where(batch["targets"] + read == 3, 10.0, 1.0)
         total = functools.reduce(jnp.add, [jnp.sum(jnp.sin(leaf) - 1) for leaf in jax.tree.leaves(params)])
         return Sums({"lm_loss": total * jnp.sum(counts, where=batch["targets_segmentation"] != 0)}, {}, {})
 
