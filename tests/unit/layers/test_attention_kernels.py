@@ -49,9 +49,9 @@ def results(op, dtype, mask, **how):
 
 
 @pytest.mark.parametrize(
-    ("op", "dtype", "tolerance"), [("splash", "float32", 1e-4), ("cudnn_flash_jax", "bfloat16", 0.05)]
+    ("op", "dtype", "tolerance", "on_a_mesh", "chunked"),
+    [("splash", "float32", 1e-4, True, True), ("cudnn_flash_jax", "bfloat16", 0.05, False, False)],
 )
-@pytest.mark.parametrize(("on_a_mesh", "chunked"), [(True, True), (False, False)])
 def test_a_kernel_in_the_layer_equals_the_reference_op(op, dtype, tolerance, on_a_mesh, chunked, monkeypatch):
     mask = inputs(4, 128, 1, 1, 8)[3]
     run = functools.partial(results, mask=mask, chunked=chunked)

@@ -13,7 +13,7 @@ def packed():
     return inputs(2, 24, HEADS, KV_HEADS, WIDTH)
 
 
-def loops(query, key, value, mask, window, soft_cap):
+def loops(query, key, value, mask, window, soft_cap, sinks=None):
     """Computes attention by nested loops in float64."""
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
     mask = type(mask)(*map(np.asarray, mask))
@@ -29,16 +29,19 @@ def loops(query, key, value, mask, window, soft_cap):
         score = np.array([query[b, t, h] @ key[b, s, k] for s in seen]) / WIDTH**0.5
         if soft_cap:
             score = soft_cap * np.tanh(score / soft_cap)
-        weight = np.exp(score - score.max())
-        out[b, t, h] = (weight / weight.sum()) @ value[b, seen, k]
+        weight, sink = np.exp(score), 0 if sinks is None else np.exp(sinks[h])
+        out[b, t, h] = (weight / (weight.sum() + sink)) @ value[b, seen, k]
     return out
 
 
-@pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (3, 0.0), (1, 0.0), (0, 0.5), (4, 2.0)])
-def test_reference_op_equals_loops(window, soft_cap):
+@pytest.mark.parametrize(
+    ("window", "soft_cap", "sinks"),
+    [(0, 0.0, None), (3, 0.0, None), (1, 0.0, None), (0, 0.5, None), (4, 2.0, np.float32([-1, 0, 0.5, 2]))],
+)
+def test_reference_op_equals_loops(window, soft_cap, sinks):
     args = packed()
-    actual = dot_product_attention(*args, window=window, soft_cap=soft_cap)
-    np.testing.assert_allclose(actual, loops(*args, window, soft_cap), atol=2e-6)
+    actual = dot_product_attention(*args, window=window, soft_cap=soft_cap, sinks=sinks)
+    np.testing.assert_allclose(actual, loops(*args, window, soft_cap, sinks), atol=2e-6)
 
 
 @pytest.mark.parametrize("size", [1, 3, 5])

@@ -9,42 +9,28 @@ from attention_cases import assert_close, inputs, value_and_grads
 from trainer.ops.attention import Dropout, Mask, dot_product_attention
 from trainer.ops.blockwise import blockwise_attention
 
+SINKS = {"sinks": jnp.array([-1.0, 0.0, 0.5, 2.0])}
+
 
 @pytest.mark.parametrize(
-    ("block", "rate", "window", "soft_cap"),
+    ("block", "rate", "window", "keys"),
     [
-        (7, 0.5, 0, 0.0),
-        (64, 0.0, 0, 0.5),
-        (7, 0.0, 2, 0.0),
-        (7, 0.5, 6, 0.5),
-        (8, 0.0, 16, 0.0),
-        (8, 0.5, 17, 0.0),
-        (8, 0.0, 40, 0.0),
-        (64, 0.0, 5, 0.0),
+        (7, 0.5, 0, {"soft_cap": 0.5}),
+        (7, 0.5, 6, SINKS),
+        (8, 0.0, 16, {"scale": 0.5}),
+        (8, 0.0, 17, {"soft_cap": 0.5}),
+        (8, 0.0, 40, {}),
+        (64, 0.0, 0, SINKS),
+        (64, 0.0, 5, {"scale": 0.5}),
     ],
 )
-def test_blockwise_op_equals_the_reference_op(block, rate, window, soft_cap):
-    args = inputs(2, 24, 4, 2, 8)
+def test_blockwise_op_equals_the_reference_op(block, rate, window, keys):
+    """Values are narrower than keys, as in multi-head latent attention."""
+    args = inputs(2, 24, 4, 2, 12, value_width=8)
     dropout = Dropout(jax.random.key(1), jnp.arange(2), rate) if rate else None
-    how = {"dropout": dropout, "window": window, "soft_cap": soft_cap}
+    how = {"dropout": dropout, "window": window, **keys}
     expected = value_and_grads(dot_product_attention, args, **how)
     assert_close(value_and_grads(blockwise_attention, args, **how, block=block), expected, 2e-6)
-
-
-@pytest.mark.parametrize("window", [0, 5])
-def test_values_may_be_narrower_and_scores_scaled_otherwise(window):
-    args = inputs(2, 24, 4, 2, 12, value_width=8)
-    expected = value_and_grads(dot_product_attention, args, window=window, scale=0.5)
-    assert_close(value_and_grads(blockwise_attention, args, window=window, scale=0.5, block=7), expected, 2e-6)
-
-
-@pytest.mark.parametrize(("window", "block"), [(5, 7), (0, 64)])
-def test_heads_may_have_sinks(window, block):
-    args, sinks = inputs(2, 24, 4, 2, 8), jnp.array([-1.0, 0.0, 0.5, 2.0])
-    expected = value_and_grads(dot_product_attention, args, window=window, sinks=sinks)
-    assert_close(value_and_grads(blockwise_attention, args, window=window, sinks=sinks, block=block), expected, 2e-6)
-    without = value_and_grads(dot_product_attention, args, window=window)
-    assert np.abs(expected["out"] - without["out"]).max() > 0.1
 
 
 def test_gradients_of_keys_are_summed_in_float32():
@@ -79,7 +65,7 @@ def test_blockwise_op_never_holds_the_square_of_scores(window):
         program = lowered(op, 4096, True, window=window).compile()
         return program.memory_analysis().temp_size_in_bytes
 
-    assert memory(dot_product_attention) > square
+    assert window or memory(dot_product_attention) > square
     assert memory(blockwise_attention) < square / 3
 
 
@@ -97,7 +83,7 @@ def test_the_cost_of_a_window_grows_with_the_window_and_not_with_the_length(back
         return np.array([x.cost_analysis()["flops"] for x in programs]) / length
 
     narrow, wide = 33, 97  # a block of 32 queries reads 64 and 128 keys, respectively
-    of_narrow = per_token(256, narrow)
-    np.testing.assert_allclose(per_token(512, narrow), of_narrow, rtol=1e-3)
+    of_narrow = per_token(128, narrow)
+    np.testing.assert_allclose(per_token(256, narrow), of_narrow, rtol=1e-3)
     np.testing.assert_allclose(per_token(256, wide), 2 * of_narrow, rtol=0.05)
-    np.testing.assert_allclose(per_token(512, 0), 2 * per_token(256, 0), rtol=0.05)
+    np.testing.assert_allclose(per_token(256, 0), 2 * per_token(128, 0), rtol=0.05)

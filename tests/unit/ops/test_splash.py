@@ -15,48 +15,43 @@ from trainer.ops.splash import splash_attention, splash_kernel
 interpreted = functools.partial(splash_attention, interpret=True)
 
 
-# Other tests here have no soft cap, with and without windows.
-@pytest.mark.parametrize(("heads", "kv_heads", "window", "soft_cap"), [(4, 2, 0, 2.0), (2, 1, 129, 2.0)])
-def test_splash_equals_the_reference_op(heads, kv_heads, window, soft_cap):
-    args = inputs(2, 256, heads, kv_heads, 128)
-    how = {"window": window, "soft_cap": soft_cap}
-    expected = value_and_grads(dot_product_attention, args, **how)
-    assert_close(value_and_grads(interpreted, args, **how), expected, 1e-5)
-
-
 @pytest.mark.parametrize(
-    ("window", "tiles"),
+    ("window", "kv_heads", "tiles", "keys"),
     [
-        (0, Tiles(block_q=128, block_kv_compute=128, block_kv_dkv=128, block_q_dq=128, k_layout="SEQ_MINOR")),
-        (129, Tiles(block_kv=128, block_q_dkv=128, block_kv_dkv_compute=128, block_kv_dq=128, q_layout="SEQ_MINOR")),
-        (129, Tiles(use_fused_bwd_kernel=True, block_q_dkv=128, block_kv_dkv_compute=128, v_layout="SEQ_MINOR")),
+        (
+            129,
+            1,
+            Tiles(block_kv=128, block_q_dkv=128, block_kv_dkv_compute=128, block_kv_dq=128, q_layout="SEQ_MINOR"),
+            {"soft_cap": 2.0, "sinks": jnp.array([-1.0, 2.0])},
+        ),
+        (
+            0,
+            2,
+            Tiles(block_q=128, block_kv_compute=128, block_kv_dkv=128, block_q_dq=128, k_layout="SEQ_MINOR"),
+            {"scale": 0.2},
+        ),
+        (
+            129,
+            1,
+            Tiles(use_fused_bwd_kernel=True, block_q_dkv=128, block_kv_dkv_compute=128, v_layout="SEQ_MINOR"),
+            {"scale": 0.2},
+        ),
     ],
+    ids=["sinks, soft cap", "no window", "fused"],
 )
-def test_other_tiles_and_layouts_give_the_same(window, tiles):
-    args = inputs(1, 256, 1, 1, 128)
-    expected = value_and_grads(dot_product_attention, args, window=window)
-    assert_close(value_and_grads(interpreted, args, window=window, tiles=tiles), expected, 1e-5)
+def test_splash_equals_the_reference_op(window, kv_heads, tiles, keys):
+    """Also with other tiles and layouts, and with values narrower than keys, as in multi-head latent attention."""
+    args = inputs(1, 256, 2, kv_heads, 192, value_width=128)
+    expected = value_and_grads(dot_product_attention, args, window=window, **keys)
+    assert_close(value_and_grads(interpreted, args, window=window, tiles=tiles, **keys), expected, 1e-5)
+    keys = {name: value for name, value in keys.items() if name != "sinks"}
+    assert kernels(splash_attention, args, **keys, tiles=tiles) == (2 if tiles.use_fused_bwd_kernel else 3)
 
 
 def test_splash_in_bfloat16_differs_by_its_rounding():
-    exact = value_and_grads(dot_product_attention, inputs(1, 256, 2, 1, 64), window=100)
-    args = inputs(1, 256, 2, 1, 64, dtype=jnp.bfloat16)
+    exact = value_and_grads(dot_product_attention, inputs(2, 256, 2, 1, 64), window=100)
+    args = inputs(2, 256, 2, 1, 64, dtype=jnp.bfloat16)
     assert_close(value_and_grads(interpreted, args, window=100), exact, 0.02)
-
-
-@pytest.mark.parametrize("tiles", [Tiles(), Tiles(use_fused_bwd_kernel=True)], ids=["two kernels", "fused"])
-def test_values_may_be_narrower_and_scores_scaled_otherwise(tiles):
-    """Multi-head latent attention has keys of 192 entries and values of 128."""
-    args = inputs(1, 256, 2, 2, 192, value_width=128)
-    expected = value_and_grads(dot_product_attention, args, scale=0.2)
-    assert_close(value_and_grads(interpreted, args, scale=0.2, tiles=tiles), expected, 1e-5)
-    assert kernels(splash_attention, args, scale=0.2, tiles=tiles) == (2 if tiles.use_fused_bwd_kernel else 3)
-
-
-def test_heads_may_have_sinks():
-    args, sinks = inputs(2, 256, 4, 2, 64), jnp.array([-1.0, 0.0, 0.5, 2.0])
-    expected = value_and_grads(dot_product_attention, args, window=100, sinks=sinks)
-    assert_close(value_and_grads(interpreted, args, window=100, sinks=sinks), expected, 1e-5)
 
 
 def test_the_blocks_that_the_kernel_visits_grow_with_the_window_and_not_with_the_length():

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from qwix._src.core.qarray import HowToQuantize
 from qwix.contrib import padded_ptq
-from support import tiny_config
+from support import random_variables, tiny_config
 
 from trainer.backends.registry import make_model
 from trainer.config.errors import UserError
@@ -221,16 +221,16 @@ def test_inputs_with_a_scale_each():
     assert [Storage("int8", (block, 1)).of_inputs(kernel) for block in (0, 1, 16, 32, 64)] == [0, 1, 16, 32, 64]
 
 
-@pytest.mark.parametrize("form", [{}, {"weight_quantization_algorithm": "awq"}])
-def test_latent_attention_over_a_cache_expands_no_keys(form, monkeypatch):
+def test_latent_attention_over_a_cache_expands_no_keys(monkeypatch):
     """Queries are multiplied by the dequantized matrix instead. The result equals a forward pass over all tokens."""
     keys = {"decoder_block": "deepseek", "attention_type": "mla", "base_num_kv_heads": 4, "kv_lora_rank": 16}
     keys |= {"qk_rope_head_dim": 4, "num_experts": 4, "base_moe_mlp_dim": 8, "shared_experts": 1}
     keys |= {"base_num_decoder_layers": 1, "attention": "dot_product"}
+    keys |= {"weight_quantization_algorithm": "awq"}
     keys |= {"checkpoint_is_quantized": True, "quantization": "int8", "max_target_length": 8}
-    config = tiny_config("nnx", **keys | form)
+    config = tiny_config("nnx", **keys)
     model = make_model(config)
-    params, rest = jax.jit(model.init)(jax.random.key(0))
+    params, rest = random_variables(model)
     tokens = np.arange(8, dtype=np.int32)[None] * 7 % config.vocab_size
 
     def run(cache, first, last):

@@ -23,7 +23,6 @@ from trainer.training.build import build
 TYPES = ("qarray", "asymmetric", "padded", "with_aux", "with_awq", "with_sq")
 MESH = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2, "per_device_batch_size": 1}
 ZERO1 = MESH | {"shard_optimizer_over_data": True}
-ENDS = sorted({ALL_COMBINATIONS[0], ALL_COMBINATIONS[-1]})
 ROWS = 8
 
 
@@ -211,19 +210,17 @@ def stepped(run, tree, steps=1):
 
 
 def test_training_around_the_frozen_integers_of_all_types():
-    """NNX and Linen, with a stateful optimizer. A step on a mesh with Zero-1 has the same loss."""
-    keys = {"opt_type": "adamw", "learning_rate": 1e-3}
+    """With a stateful optimizer. Steps of the last combination on a mesh with Zero-1 have the same loss."""
+    keys = {"sgd_momentum": 0.9, "gradient_clipping_threshold": 0}
     tree = tree_of("mixed", made("mixed", **keys))
-    (losses, trained), (others, other) = (stepped(made("mixed", it, **keys), tree, 2) for it in ENDS)
-    assert losses == others
-    assert_equal_bits(trained, other)
+    losses, trained = stepped(made("mixed", **keys), tree, 2)
     assert jax.tree.structure(trained.params) == jax.tree.structure(tree.params)  # including the static parts
     before = by_name(tree.params)
     for name, leaf in by_name(trained.params).items():
         assert (leaf == before[name]).all() == name.endswith(("/qvalue", "/zero_point", "out/kernel")), name
     assert not any("qvalue" in name for name in by_name(trained.opt_state))
     assert any(name.endswith("mlp/wo/kernel/awq_scale") for name in by_name(trained.opt_state))
-    on_mesh = stepped(made("mixed", **keys | ZERO1), tree, 2)
+    on_mesh = stepped(made("mixed", ALL_COMBINATIONS[-1], **keys | ZERO1), tree, 2)
     np.testing.assert_allclose(on_mesh[0], losses, rtol=1e-5)
 
 

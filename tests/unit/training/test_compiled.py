@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 from support import arguments
+from without_model import OfParameters
 
 from trainer.config.errors import UserError
 from trainer.config.load import load
@@ -25,7 +26,8 @@ def test_the_dump_has_the_step_and_changes_nothing(tmp_path):
     keys = {"dump_hlo_local_dir": tmp_path / "new" / "hlo", **STEP}
     programs, said = [], []
     for dump_hlo in (False, True):  # otherwise the second compilation would find the first program in the cache
-        run = build(load(arguments("nnx", dump_hlo=dump_hlo, **keys)).config, jax.devices()[:2])
+        config = load(arguments("nnx", dump_hlo=dump_hlo, **keys)).config
+        run = build(config, jax.devices()[:2], make_objective=lambda config, model: OfParameters())
         programs.append(compiled_step(run, tmp_path, said.append).as_text())
     assert programs[0] == programs[1]
     said_of = "compiling the training step"

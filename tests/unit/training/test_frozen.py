@@ -19,6 +19,7 @@ from support import (
     state_from,
     tiny_config,
 )
+from without_model import OfParameters
 
 from trainer.aot import executable
 from trainer.aot.compilation import compile_step
@@ -31,8 +32,6 @@ from trainer.config.errors import UserError
 from trainer.config.load import load
 from trainer.data.dataset import open_dataset
 from trainer.objectives.base import Evaluation, Frozen, Mean, Sums, Weights
-from trainer.objectives.forward import hidden_states
-from trainer.objectives.next_token import NextToken
 from trainer.objectives.reference import first_parameters, reference_parameters
 from trainer.objectives.router import WithRouters
 from trainer.ops.paths import by_name
@@ -58,8 +57,8 @@ ACCUMULATED = {"gradient_accumulation_steps": 2, "per_device_batch_size": 2}
 
 
 @dataclass(frozen=True)
-class Anchored(NextToken):
-    """The next-token loss, plus the KL divergence from the initial model."""
+class Anchored(OfParameters):
+    """A function of the parameters, plus their squared distance from the initial ones."""
 
     model: Any = None
     seed: int = 0
@@ -74,24 +73,18 @@ class Anchored(NextToken):
 
     def weights(self, batch):
         terms, tokens = super().weights(batch)
-        return Weights(terms | {"kl": tokens}, tokens)
+        return Weights(terms | {"distance": tokens}, tokens)
 
     def sums(self, params, rest, batch, key, capture=(), sampled=None, *, frozen):
         own = super().sums(params, rest, batch, key, capture, sampled)
-
-        def log_probs(params):
-            hidden, _ = hidden_states(self.apply, params, rest, batch, None, ())
-            return jax.nn.log_softmax(self.apply(params, rest, hidden, method="head")[0])
-
-        ours, theirs = log_probs(params), log_probs(frozen)
-        kl = jnp.sum(jnp.exp(ours) * (ours - theirs), -1)
-        total = jnp.sum(jnp.where(batch["targets_segmentation"] != 0, kl, 0))
-        return own._replace(minimized=own.minimized | {"kl": total})
+        pairs = zip(jax.tree.leaves(params), jax.tree.leaves(frozen), strict=True)
+        distance = sum(jnp.sum((ours - theirs) ** 2) for ours, theirs in pairs)
+        return own._replace(minimized=own.minimized | {"distance": distance * self.weights(batch).tokens})
 
     def evaluation(self, params, rest, batch, *, frozen):
         sums, tokens = self.sums(params, rest, batch, None, frozen=frozen), self.weights(batch).tokens
-        nats, kl = (Mean(sums.minimized[name], tokens) for name in ("lm_loss", "kl"))
-        return Evaluation(tokens, nats, nats, {"kl": kl})
+        nats, distance = (Mean(sums.minimized[name], tokens) for name in ("lm_loss", "distance"))
+        return Evaluation(tokens, nats, nats, {"distance": distance})
 
 
 @dataclass(frozen=True)
@@ -115,7 +108,7 @@ def made(combination="nnx", devices=1, /, **keys):
     return build(
         config,
         jax.devices()[:devices],
-        make_objective=lambda config, model: Anchored(model.apply, model=model, seed=config.init_weights_seed),
+        make_objective=lambda config, model: Anchored(model=model, seed=config.init_weights_seed),
     )
 
 
@@ -157,11 +150,11 @@ def test_all_combinations_have_the_same_program(combination):
     assert program_text(combination) == program_text(ALL_COMBINATIONS[0])
 
 
-def test_the_loss_has_the_divergence_from_the_beginning():
+def test_the_loss_has_the_distance_from_the_beginning():
     rows = plain()[0]
     for row in rows:
-        assert row["loss"] == pytest.approx(row["lm_loss"] + row["kl"])
-    assert abs(rows[0]["kl"]) < 1e-6 < min(rows[1]["kl"], rows[2]["kl"])  # 0 except for rounding
+        assert row["loss"] == pytest.approx(row["lm_loss"] + row["distance"])
+    assert abs(rows[0]["distance"]) < 1e-6 < min(rows[1]["distance"], rows[2]["distance"])  # 0 except for rounding
 
 
 def repeated(batch, times):
@@ -179,7 +172,7 @@ def test_meshes_accumulation_and_islands_read_the_same_arrays():
         for row, other in zip(rows, expected, strict=False):
             losses = row.get("island_losses", row["loss"])
             np.testing.assert_allclose(losses, other["loss"], rtol=1e-5)  # summed in another order
-            np.testing.assert_allclose(row["kl"], other["kl"], rtol=1e-3, atol=1e-6)
+            np.testing.assert_allclose(row["distance"], other["distance"], rtol=1e-3, atol=1e-6)
     for leaf in jax.tree.leaves(run.frozen.abstract):
         assert "diloco" not in jax.tree.leaves(tuple(leaf.sharding.spec))
 
@@ -201,8 +194,8 @@ def test_a_run_that_resumes_makes_it_again(tmp_path):
     first = start(run, dataset, None, print, schedule_given=False)
     reference = copied(first.frozen)
     end = fit(run, compiled(made), first, dataset, reports)
-    assert abs(rows[0]["kl"]) < 1e-6 < rows[-1]["kl"]
-    assert evaluations[0]["eval_kl"] > 0
+    assert abs(rows[0]["distance"]) < 1e-6 < rows[-1]["distance"]
+    assert evaluations[0]["eval_distance"] > 0
     with CheckpointManager(tmp_path, run.config, print) as manager:
         side = Sidecar(to_yaml(run.config), {"identity": dataset.identity, "row": 0}, dataset.fingerprint, {})
         what = {"config": run.config, "codec": run.codec, "sidecar": lambda: side}
@@ -268,7 +261,7 @@ def anchored(**keys):
     return build(
         load(arguments("nnx", **SGD | keys)).config,
         jax.devices()[:1],
-        make_objective=lambda config, model: AnchoredToBeginning(model.apply, model=model, config=config),
+        make_objective=lambda config, model: AnchoredToBeginning(model=model, config=config),
     )
 
 
@@ -288,7 +281,7 @@ def begun(folder, **keys):
 def test_the_reference_is_the_beginning_also_in_a_run_that_resumes(tmp_path):
     run, frozen, rows, _ = begun(tmp_path / "whole")
     assert_equal_bits(frozen, run.codec.unpack(run.init()).params)
-    assert abs(rows[0]["kl"]) < 1e-6 < rows[1]["kl"]
+    assert abs(rows[0]["distance"]) < 1e-6 < rows[1]["distance"]
     begun(tmp_path / "cut", steps=1)
     _, again, resumed, _ = begun(tmp_path / "cut")
     assert_equal_bits(again, frozen)

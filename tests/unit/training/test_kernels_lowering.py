@@ -1,5 +1,6 @@
 """The whole training step with the fused kernels, lowered on a CPU mesh for absent platforms."""
 
+import functools
 import importlib
 import itertools
 import re
@@ -34,30 +35,27 @@ FORWARD = {"tpu": ["fwd"], "gpu": ["ScaleBiasSoftmax"]}
 BACKWARD = {"tpu": ["dkv", "dq"], "gpu": ["ScaleBiasSoftmaxBackward"]}
 
 
-@pytest.fixture
-def lowered(monkeypatch):
-    """Returns the lowered update of a combination, resolved for a platform with eight devices."""
+@functools.cache
+def lowered(combination, platform, capability=None, **overrides):
+    """Returns the lowered update of a combination, resolved for a platform with eight devices of a CUDA capability."""
 
-    def text(combination, platform, **overrides):
-        def resolve_elsewhere(config, **here):
-            return resolve(config, **here | {"platform": platform})
+    def resolve_elsewhere(config, **here):
+        return resolve(config, **here | {"platform": platform})
 
-        monkeypatch.setattr(building, "resolve", resolve_elsewhere)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(building, "resolve", resolve_elsewhere)
+        if capability:
+            patch.setattr(sharding, "capability_of_mesh", lambda: capability)
         run = building.build(load(arguments(combination, **SIZES | overrides)).config, jax.devices())
         assert (run.mesh.shape["fsdp"], run.mesh.shape["tensor"]) == (4, 2)
         state, *others = run.abstract_args()
         update = jax.jit(run.computation.update).trace(run.codec.unpack(state), *others)
         return update.lower(lowering_platforms=(LOWERED_AS[platform],)).as_text()
 
-    return text
 
-
-@pytest.fixture
-def kernels(lowered):
+def kernels(combination, platform, capability=None, **keys):
     """Returns the kernel calls in the lowered update."""
-    return lambda combination, platform, **keys: sorted(
-        re.findall(CALL[platform], lowered(combination, platform, **keys))
-    )
+    return sorted(re.findall(CALL[platform], lowered(combination, platform, capability, **keys)))
 
 
 # Both platforms, with a loop and with unrolled layers, each with another combination, because all combinations have the
@@ -69,7 +67,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("combination", "platform", "scan_layers"), CASES)
-def test_the_step_lowers_with_the_platforms_kernel(kernels, combination, platform, scan_layers):
+def test_the_step_lowers_with_the_platforms_kernel(combination, platform, scan_layers):
     found = kernels(combination, platform, scan_layers=scan_layers, base_num_decoder_layers=1, remat_policy="none")
     assert found == sorted(FORWARD[platform] + BACKWARD[platform])
 
@@ -86,39 +84,36 @@ OFFLOADED = {"remat_policy": "custom", "context": "offload"}
         ("gpu", {"remat_policy": "minimal_with_context"}, 1),
         ("gpu", {"remat_policy": "save_dot_with_context_except_mlp", "scan_layers": False}, 1),
         ("gpu", OFFLOADED, 1),
-        ("gpu", {"remat_policy": "none"}, 1),
     ],
 )
-def test_context_spares_the_second_run_of_the_forward_kernel(kernels, platform, keys, forward_runs):
+def test_context_spares_the_second_run_of_the_forward_kernel(platform, keys, forward_runs):
     unrolled = 2 if "scan_layers" in keys else 1  # unrolled, each of the two layers has its kernels
     found = kernels(ALL_COMBINATIONS[0], platform, **keys)
     assert found == sorted((FORWARD[platform] * forward_runs + BACKWARD[platform]) * unrolled)
 
 
-def test_rows_of_one_document_need_no_bias(kernels):
+def test_rows_of_one_document_need_no_bias():
     found = kernels(ALL_COMBINATIONS[0], "gpu", packing=False, remat_policy="none")
     assert found == ["Softmax", "SoftmaxBackward"]
 
 
 @pytest.mark.parametrize(("capability", "name"), [((8, 0), "ScaleBiasSoftmax"), ((9, 0), "Softmax")])
-def test_a_bound_of_documents_spares_the_bias_from_hopper_on(kernels, monkeypatch, capability, name):
-    monkeypatch.setattr(sharding, "capability_of_mesh", lambda: capability)
-    found = kernels(ALL_COMBINATIONS[0], "gpu", remat_policy="none")  # synthetic rows have up to four documents
+def test_a_bound_of_documents_spares_the_bias_from_hopper_on(capability, name):
+    found = kernels(ALL_COMBINATIONS[0], "gpu", capability, remat_policy="none")  # up to four documents per row
     assert found == [name, f"{name}Backward"]
 
 
-def test_cudnn_in_every_combination_is_one_program(lowered):
-    texts = {lowered(combination, "gpu", base_num_decoder_layers=1, **OFFLOADED) for combination in ALL_COMBINATIONS}
-    assert len(texts) == 1
+def test_cudnn_is_one_program_in_the_first_and_the_last_combination():
+    first, last = (lowered(ALL_COMBINATIONS[i], "gpu", None, **OFFLOADED) for i in (0, -1))
+    assert first == last
 
 
 @pytest.mark.parametrize("platform", CALL)
-def test_qk_clip_runs_beside_the_kernels(kernels, platform):
+def test_qk_clip_runs_beside_the_kernels(platform):
     found = kernels(ALL_COMBINATIONS[0], platform, remat_policy="minimal_with_context", use_qk_clip=True)
     assert found == kernels(ALL_COMBINATIONS[0], platform, remat_policy="minimal_with_context")
 
 
-def test_the_keys_of_splash_reach_its_kernels(kernels):
+def test_the_keys_of_splash_reach_its_kernels():
     tiles = {"max_target_length": 256, "sa_block_kv_dkv": 128, "sa_use_fused_bwd_kernel": True}
-    assert kernels(ALL_COMBINATIONS[0], "tpu", **tiles) == ["dkv", "fwd"]
-    assert kernels(ALL_COMBINATIONS[0], "tpu", **tiles | {"sa_use_fused_bwd_kernel": False}) == ["dkv", "dq", "fwd"]
+    assert kernels(ALL_COMBINATIONS[0], "tpu", **tiles) == ["dkv", "fwd"]  # without dq

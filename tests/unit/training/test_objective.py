@@ -60,23 +60,20 @@ def initial():
     return first_tree(build(config, jax.devices()[:1]))
 
 
-def metrics_of(microbatches):
-    keys = {"gradient_accumulation_steps": microbatches, "per_device_batch_size": 4 // microbatches}
+def test_what_is_measured_is_reported_and_not_minimized(monkeypatch):
+    """Means over microbatches are compared with those of the whole batch."""
+    monkeypatch.setattr("trainer.objectives.registry.NextToken", Rewarded)
+    keys = {"gradient_accumulation_steps": 2, "per_device_batch_size": 2}
     keys |= {"opt_type": "sgd", "gradient_clipping_threshold": 0}
     run = build(load(arguments("nnx", **keys)).config, jax.devices()[:1])
-    step = run.step.lower(*run.abstract_args()).compile()
-    state = state_from(run, initial())
-    _, metrics = step(state, placed(run, batch_of(run.config, run.rows)), ())
-    return jax.device_get(metrics)
-
-
-def test_what_is_measured_is_reported_and_not_minimized(monkeypatch):
-    monkeypatch.setattr("trainer.objectives.registry.NextToken", Rewarded)
-    whole, accumulated = (metrics_of(n) for n in (1, 2))
-    assert whole["loss"] == whole["policy_loss"] != whole["lm_loss"]
-    assert whole["lm_loss"] == pytest.approx(np.log(64), rel=0.2)  # with random parameters
-    for name in ("loss", "lm_loss", "grad_norm"):
-        assert accumulated[name] == pytest.approx(whole[name], rel=1e-5)  # sums in another order
+    batch, tree = batch_of(run.config, run.rows), initial()
+    _, found = run.step(state_from(run, tree), placed(run, batch), ())
+    assert found["loss"] == found["policy_loss"] != found["lm_loss"]
+    sums = jax.jit(lambda params: run.objective.sums(params, tree.rest, batch, None)[:2])(tree.params)
+    weights = run.objective.weights(batch).terms
+    for name, total in (sums[0] | sums[1]).items():
+        assert found[name] == pytest.approx(float(total / weights[name]), rel=1e-5)  # sums in another order
+    assert found["lm_loss"] == pytest.approx(np.log(64), rel=0.2)  # with random parameters
 
 
 def test_batches_hold_the_fields_of_the_objective(monkeypatch):
@@ -165,8 +162,8 @@ class Pairs:
         return [self.pairs] * 2
 
 
-def preference_run(parts, **keys):
-    keys |= {"gradient_accumulation_steps": parts, "per_device_batch_size": 4 // parts, "steps": 3}
+def preference_run(**keys):
+    keys |= {"steps": 3}
     keys |= {"opt_type": "sgd", "gradient_clipping_threshold": 0, "learning_rate": 0.1, "warmup_steps_fraction": 0}
     config = load(arguments("nnx", **keys)).config
     run = build(config, jax.devices()[:1], make_objective=lambda config, model: Preference(model.apply))
@@ -178,21 +175,17 @@ def test_an_objective_without_a_cross_entropy_trains_and_evaluates():
     pairs = {name: rng.integers(1, 64, (4, 16)).astype(np.int32) for name in ("chosen", "rejected")}
     pairs["rejected"][:, 9:] = pairs["chosen"][3] = pairs["rejected"][3] = 0  # the last row is not a pair
     pairs["row"] = np.arange(4, dtype=np.int32)
-    rows, evaluations = {}, []
-    for parts in (1, 2):
-        evaluated = {"eval_interval": 3, "eval_per_device_batch_size": 4} if parts == 1 else {}
-        run, dataset = preference_run(parts, learning_rate_schedule_steps=20, **evaluated)
-        rows[parts] = []
-        reports = Reports(rows[parts].append, evaluations.append, lambda: None)
-        state, *others = run.abstract_args()
-        step = run.step_on_leaves.lower(jax.tree.leaves(state), *others).compile()
-        start = Start(state_from(run, initial()))
-        source = Pairs(pairs, lambda state, run=run: jax.device_get(run.codec.unpack(state).step))
-        end = fit(run, step, start, dataset, reports, source=lambda *_, source=source: nullcontext(source))
-        assert source.seen == [0, 1, 2]  # the states before each update
-        if parts == 1:
-            _, params, _, rest = run.codec.unpack(end.state)
-            expected = preference(run.model, jax.device_get(params), rest, pairs)
+    rows, evaluations = [], []
+    run, dataset = preference_run(eval_interval=3, learning_rate_schedule_steps=20)
+    reports = Reports(rows.append, evaluations.append, lambda: None)
+    state, *others = run.abstract_args()
+    step = run.step_on_leaves.lower(jax.tree.leaves(state), *others).compile()
+    source = Pairs(pairs, lambda state: jax.device_get(run.codec.unpack(state).step))
+    start = Start(state_from(run, initial()))
+    end = fit(run, step, start, dataset, reports, source=lambda *_: nullcontext(source))
+    assert source.seen == [0, 1, 2]  # the states before each update
+    _, params, _, rest = run.codec.unpack(end.state)
+    expected = preference(run.model, jax.device_get(params), rest, pairs)
     (found,) = evaluations
     assert found == {
         "step": 2,
@@ -201,14 +194,10 @@ def test_an_objective_without_a_cross_entropy_trains_and_evaluates():
         "eval_tokens": 2 * 3 * (15 + 8),
         "eval_time": found["eval_time"],
     }
-    first, *_, last = rows[1]
+    first, *_, last = rows
     assert first["loss"] == first["preference_loss"]
     assert first["tokens"] == 3 * (15 + 8)
     assert found["eval_loss"] < last["loss"] < 0.9 * first["loss"]
-    measured = {"step_time", "tokens_per_second", "data_wait"}
-    for one, other in zip(rows[1], rows[2], strict=True):
-        one, other = ({name: row[name] for name in row.keys() - measured} for row in (one, other))
-        assert other == {name: pytest.approx(value, rel=1e-4) for name, value in one.items()}  # sums in another order
     work = Work(devices=1, tokens=1, flops_per_token=1.0)
     assert "lm_loss" not in step_line(first, 10, work, "?")
     assert "perplexity" not in evaluation_line(found)
@@ -217,7 +206,7 @@ def test_an_objective_without_a_cross_entropy_trains_and_evaluates():
 
 
 def test_batches_without_the_fields_of_the_objective_are_refused_before_a_step():
-    run, dataset = preference_run(1, eval_interval=1)
+    run, dataset = preference_run(eval_interval=1)
     reports = Reports(print, print, lambda: None)
     ends = r"the objective does not read inputs, targets, .*targets_segmentation$"
     missing = r"objective Preference: no chosen \(int32\[4, 16\]\); no rejected \(int32\[4, 16\]\); " + ends

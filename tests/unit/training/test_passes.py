@@ -67,19 +67,19 @@ def test_a_run_of_two_passes(tmp_path, monkeypatch):
     assert "steps        10 (2 passes over 20 documents)\n" in said
 
 
-def test_fewer_steps_end_it_before(tmp_path):
-    keys = data(tmp_path) | {"num_epoch": 2, "steps": 4}
+@pytest.mark.parametrize(
+    ("steps", "line"),
+    [
+        (4, "steps=4 ends the run before num_epoch: 2 passes over 20 documents are 10 steps"),
+        (10, "steps=10: 2 passes over 20 documents (num_epoch)"),
+    ],
+)
+def test_fewer_steps_end_it_before_and_as_many_do_not(tmp_path, monkeypatch, steps, line):
+    keys = data(tmp_path) | {"num_epoch": 2, "steps": steps}
     config = resolve(config_of(tmp_path / "cache", **keys), device_count=1, platform="cpu")
-    run, lines = SimpleNamespace(config=config), []
-    given, console = SimpleNamespace(changed={"steps": "command line"}), SimpleNamespace(say=lines.append)
-    assert _with_passes(given, run, opened(tmp_path / "cache", **keys), console) is run
-    assert lines == ["steps=4 ends the run before num_epoch: 2 passes over 20 documents are 10 steps"]
-
-
-def test_as_many_steps_as_the_passes_have_do_not_end_it_before(tmp_path):
-    keys = TINY | pinned("nnx") | data(tmp_path)
-    keys |= {"max_target_length": 32, "vocab_size": 300, "eval_interval": -1, "prompt": "", "num_epoch": 2, "steps": 10}
-    keys |= {"enable_checkpointing": False}
-    code, said = command(keys, "--dry-run")
-    assert code == 0, said
-    assert "steps=10: 2 passes over 20 documents (num_epoch)\n" in said
+    monkeypatch.setattr("trainer.training.build.build", lambda config, devices: config)
+    run, lines, completed = SimpleNamespace(config=config), [], {}
+    given = SimpleNamespace(changed={"steps": "command line"}, complete=completed.update, config=config)
+    found = _with_passes(given, run, opened(tmp_path / "cache", **keys), SimpleNamespace(say=lines.append))
+    assert lines == [line]
+    assert (found, completed) == ((run, {}) if steps == 4 else (config, {"steps": 10}))

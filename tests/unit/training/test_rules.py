@@ -20,6 +20,7 @@ from support import (
     state_from,
     tiny_config,
 )
+from without_model import OfParameters
 
 from trainer.backends.base import TrainTree
 from trainer.backends.registry import make_model
@@ -58,11 +59,19 @@ LARGEST = Rule("largest", lambda params: jnp.zeros(1), largest, (Total,))
 COUNT = Rule("count", lambda params: jnp.zeros((), jnp.int32), grow_rest)
 
 
+class Sowing(OfParameters):
+    captures = (Total,)
+
+    def sums(self, params, rest, batch, key, capture=(), sampled=None):
+        total = jnp.sum(batch["targets"]).astype(jnp.float32)[None]
+        return super().sums(params, rest, batch, key)._replace(sown={"Total": {SQUARES: total}})
+
+
 def run_of(combination):
     axes = {"ici_data_parallelism": 2, "shard_optimizer_over_data": True}
     axes |= {"opt_type": "sgd", "gradient_clipping_threshold": 0}
     config = load(arguments(combination, **KEYS, **axes)).config
-    return build(config, jax.devices()[:2], [AVERAGE, LARGEST, COUNT])
+    return build(config, jax.devices()[:2], [AVERAGE, LARGEST, COUNT], lambda config, model: Sowing())
 
 
 @functools.cache

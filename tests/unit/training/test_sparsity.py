@@ -11,6 +11,7 @@ from support import (
     arguments,
     assert_equal_bits,
     copied,
+    first_tree,
     lowered_update,
     model_of,
     packed_batch,
@@ -63,7 +64,8 @@ def batch_of(run, seed=0, padding=False):
 def compiled(combination=FIRST, **overrides):
     """Returns a run, its compiled step, and its first TrainTree."""
     run = made(combination, **overrides)
-    return run, run.compile(), copied(run.codec.unpack(run.init()))
+    rest = copied(jax.jit(lambda key: run.model.init(key)[1])(jax.random.key(0)))
+    return run, run.compile(), first_tree(run)._replace(rest=rest)
 
 
 @functools.cache
