@@ -15,7 +15,7 @@ from process_cases import alone, launched, process, rows_of, wait_for
 from trainer.checkpoint.manager import inspect, newest
 from trainer.observe.goodput import BETWEEN, read_goodput
 
-SMALL = {"opt_type": "sgd", "enable_tensorboard": False}
+SMALL = {"enable_tensorboard": False}
 
 
 @pytest.mark.rest(
