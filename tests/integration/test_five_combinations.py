@@ -68,6 +68,13 @@ SETTINGS = {
         "trainable_parameters_mask": "[norm]",
         "ema_decay": 0.9,
     },
+    "preferences": {
+        "use_dpo": True,
+        "dataset_type": "grain",
+        "grain_train_files": "pairs.jsonl",
+        **dict.fromkeys(("train_data_columns", "eval_data_columns"), "[chosen,rejected]"),
+        "packing": False,
+    },
     "separate head, blockwise attention, bfloat16, dropout, multi-token prediction": {
         **DROPOUT,
         "logits_via_embedding": False,
@@ -109,7 +116,7 @@ def test_all_combinations_have_the_same_program():
 
 
 @pytest.mark.rest(
-    covered_by="two more settings",
+    covered_by="three more settings",
     cases=(
         "2 islands of fsdp 2 x tensor 2, Adafactor",
         "separate head, blockwise attention, bfloat16, dropout, multi-token prediction",
