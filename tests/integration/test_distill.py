@@ -15,7 +15,8 @@ pytestmark = pytest.mark.usefixtures("equal_programs")
 GOLDENS = Path(__file__).parents[1] / "goldens"
 MODEL = TINY | {"vocab_size": 300, "max_target_length": 64, "enable_checkpointing": True, "enable_tensorboard": False}
 MODEL |= {"dataset_type": "grain", "grain_file_type": "jsonl", "grain_train_files": "texts.jsonl", "prompt": ""}
-MODEL |= {"opt_type": "sgd", "learning_rate": 1.0, "tokenizer_type": "bytes", "held_out_share": 0.2, "max_num_checkpoints_to_keep": "none"}
+MODEL |= {"tokenizer_type": "bytes", "held_out_share": 0.2, "max_num_checkpoints_to_keep": "none"}
+MODEL |= {"opt_type": "sgd", "learning_rate": 1.0}
 LARGER = {"base_emb_dim": 32, "base_num_decoder_layers": 3}
 RUN = MODEL | {"teacher_path": "runs/teacher", "steps": 6, "eval_interval": 3, "checkpoint_period": 3}
 RUN |= {"distill_alpha": 0.8, "per_device_batch_size": 2}
@@ -138,8 +139,8 @@ ISLANDS = {"enable_diloco": True, "ici_diloco_parallelism": 2, "diloco_sync_peri
 @pytest.mark.rest(covered_by="deepseek-v3", cases=("qwen3-moe", "gemma3"))
 @pytest.mark.parametrize(("name", "keys"), [("deepseek-v3", ISLANDS), ("qwen3-moe", {}), ("gemma3", {})])
 def test_teachers_of_other_families(name, keys):
-    keys = keys | {"dataset_type": "synthetic", "grain_train_files": "", "vocab_size": 64, "eval_interval": -1, "steps": 2}
-    said = taught(f"of {name}", teacher_path=str(GOLDENS / name), tokenizer_type="auto", **keys)
+    keys = keys | {"dataset_type": "synthetic", "grain_train_files": "", "vocab_size": 64, "eval_interval": -1}
+    said = taught(f"of {name}", teacher_path=str(GOLDENS / name), tokenizer_type="auto", steps=2, **keys)
     assert f"teacher      {name.replace('-moe', '_moe').split('-')[0]}" in said
     assert rows_of(f"of {name}")[0]["divergence"] > 0
 

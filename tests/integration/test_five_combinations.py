@@ -90,7 +90,7 @@ SETTINGS = {
 }
 
 
-# A combination affects an update outside of its gradients only by axes and layers, which Muon, QK-Clip and metrics read.
+# Outside of its gradients, an update depends on the combination by axes and layers, which Muon and QK-Clip read.
 WHOLE = [name for name in SETTINGS if "Muon" in name or "islands" in name]
 
 
