@@ -186,7 +186,7 @@ def lowered_gradients(run: Any) -> Any:
     from trainer.training.step import make_gradients
 
     state, *others = run.abstract_args()
-    gradients = make_gradients(run.config, run.objective, run.param_shardings, run.objective.captures)
+    gradients = make_gradients(run.config, run.objective, run.param_shardings)
     return jax.jit(run.sharded(gradients)).lower(run.codec.unpack(state), *others)
 
 
