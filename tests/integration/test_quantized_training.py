@@ -203,7 +203,8 @@ def test_a_step_rounds_stochastically():
 @functools.cache
 def initial():
     """Returns a random initial state, which no quantization key changes."""
-    return losses(steps=0)[1]
+    words = arguments(FIRST, opt_type="sgd", base_num_decoder_layers=1)
+    return first_tree(build(load(words).config, jax.devices()[:1]))
 
 
 @functools.cache
@@ -217,8 +218,8 @@ def losses(steps=2, devices=1, combination=FIRST, start=None, **keys):
     keys = {"max_target_length": LENGTH, "opt_type": "sgd", "learning_rate": 0.1, "base_num_decoder_layers": 1} | keys
     keys = {"per_device_batch_size": ROWS * 2 / devices, "quantization": "int8"} | keys
     run, compiled = built(devices, combination, tuple(keys.items()))
-    start, found = start or first_tree(run), []
-    state = state_from(run, start)
+    state, found = run.init() if start is None else state_from(run, start), []
+    start = copied(run.codec.unpack(state))
     step = compiled() if steps else None
     for i in range(steps):
         batch = placed(run, packed_batch(run.config, run.rows, seed=i))
