@@ -179,6 +179,17 @@ def lowered_update(run: Any) -> Any:
     return jax.jit(run.computation.update).lower(run.codec.unpack(state), *others)
 
 
+def lowered_gradients(run: Any) -> Any:
+    """Lowers the first half of `lowered_update`, in which only the model depends on the combination."""
+    import jax
+
+    from trainer.training.step import make_gradients
+
+    state, *others = run.abstract_args()
+    gradients = make_gradients(run.config, run.objective, run.param_shardings)
+    return jax.jit(run.sharded(gradients)).lower(run.codec.unpack(state), *others)
+
+
 def zeros(abstract: Any) -> Any:
     """Returns zeros with the shapes and dtypes of `abstract`, on the host, without compiling a program for each leaf.
     Most optimizers' first states are zeros."""

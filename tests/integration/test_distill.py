@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from run_cases import arrays_of, command
-from support import ALL_COMBINATIONS, TINY, pinned
+from support import TINY, pinned
 
 from trainer import distill, sft, train
 from trainer.observe.metrics import METRICS_FILE, TIMING_FIELDS, read_rows
@@ -16,9 +16,10 @@ GOLDENS = Path(__file__).parents[1] / "goldens"
 MODEL = TINY | {"vocab_size": 300, "max_target_length": 64, "enable_checkpointing": True, "enable_tensorboard": False}
 MODEL |= {"dataset_type": "grain", "grain_file_type": "jsonl", "grain_train_files": "texts.jsonl", "prompt": ""}
 MODEL |= {"tokenizer_type": "bytes", "held_out_share": 0.2, "max_num_checkpoints_to_keep": "none"}
+MODEL |= {"opt_type": "sgd", "learning_rate": 1.0}
 LARGER = {"base_emb_dim": 32, "base_num_decoder_layers": 3}
 RUN = MODEL | {"teacher_path": "runs/teacher", "steps": 6, "eval_interval": 3, "checkpoint_period": 3}
-RUN |= {"learning_rate": 0.01, "distill_alpha": 0.8, "per_device_batch_size": 2}
+RUN |= {"distill_alpha": 0.8, "per_device_batch_size": 2}
 LORA = {"enable_lora": True, "lora_rank": 4, "lora_alpha": 8.0}
 
 
@@ -37,8 +38,8 @@ def here(folder, monkeypatch):
     monkeypatch.chdir(folder)
 
 
-def taught(run, combination="nnx", devices=1, **keys):
-    words = RUN | pinned(combination) | {"run_name": run} | keys
+def taught(run, devices=1, **keys):
+    words = RUN | pinned("nnx") | {"run_name": run} | keys
     code, said = command(words, program=distill.main, devices=devices)
     assert code == 0, said
     return said
@@ -66,7 +67,7 @@ def assert_same(one, other, updates=6):
 def first(folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        keys = MODEL | pinned("nnx") | LARGER | {"run_name": "teacher", "steps": 12, "learning_rate": 0.01}
+        keys = MODEL | pinned("nnx") | LARGER | {"run_name": "teacher", "steps": 12, "checkpoint_period": 6}
         code, said = command(keys, program=train.main)
         assert code == 0, said
         return taught("nnx")
@@ -87,23 +88,12 @@ def test_the_student_approaches_its_teacher_and_says_so(first):
     assert own.keys() == of_teacher.keys()  # the teacher's parameters are not saved
 
 
-@pytest.mark.rest(covered_by="unit/objectives/test_distillation.py", cases=ALL_COMBINATIONS[1:-1])
-@pytest.mark.parametrize("combination", ALL_COMBINATIONS[1:])
-def test_every_combination_has_the_same_bits(first, combination):
-    taught(combination, combination)
-    assert_same("nnx", combination)
-
-
 def test_it_resumes_with_the_same_bits_and_refuses_another_teacher(first):
     taught("parts", steps=3, learning_rate_schedule_steps=6)
     shutil.copytree("runs/teacher", "runs/moved", dirs_exist_ok=True)
     taught("parts", teacher_path="runs/moved", learning_rate_schedule_steps=6)
     assert_same("nnx", "parts")
-    code, _ = command(
-        MODEL | pinned("nnx") | LARGER | {"run_name": "other", "steps": 1, "init_weights_seed": 7}, program=train.main
-    )
-    assert code == 0
-    said = refused(run_name="parts", teacher_path="runs/other", steps=7)
+    said = refused(run_name="parts", teacher_path="runs/teacher/checkpoints/6", steps=7)
     assert "its teacher was a model with other values" in said
 
 
@@ -118,7 +108,6 @@ def test_conversations(first):
 
 
 OTHERS = {
-    "islands": {"enable_diloco": True, "ici_diloco_parallelism": 2, "diloco_sync_period": 2, "devices": 2},
     "adapters": LORA | {"load_parameters_path": "runs/nnx", "tokenizer_type": "auto"},
     "quantized adapters": LORA | {"lora_weight_qtype": "nf4", "load_parameters_path": "runs/nnx", "lora_tile_size": 8},
     "modules": {
@@ -138,17 +127,20 @@ OTHERS = {
 )
 @pytest.mark.parametrize("case", OTHERS)
 def test_students_of_other_kinds(first, case):
-    taught(case, steps=2, eval_interval=2, **OTHERS[case])
+    taught(case, steps=2, eval_interval=-1, **OTHERS[case])
     assert rows_of(case)[0]["divergence"] > 0
     if case == "host memory":
         assert rows_of(case)[0]["divergence"] == rows_of("nnx")[0]["divergence"]
 
 
+ISLANDS = {"enable_diloco": True, "ici_diloco_parallelism": 2, "diloco_sync_period": 2, "devices": 2}
+
+
 @pytest.mark.rest(covered_by="deepseek-v3", cases=("qwen3-moe", "gemma3"))
-@pytest.mark.parametrize("name", ["deepseek-v3", "qwen3-moe", "gemma3"])
-def test_teachers_of_other_families(name):
-    keys = {"dataset_type": "synthetic", "grain_train_files": "", "vocab_size": 64, "eval_interval": -1, "steps": 2}
-    said = taught(f"of {name}", teacher_path=str(GOLDENS / name), tokenizer_type="auto", **keys)
+@pytest.mark.parametrize(("name", "keys"), [("deepseek-v3", ISLANDS), ("qwen3-moe", {}), ("gemma3", {})])
+def test_teachers_of_other_families(name, keys):
+    keys = keys | {"dataset_type": "synthetic", "grain_train_files": "", "vocab_size": 64, "eval_interval": -1}
+    said = taught(f"of {name}", teacher_path=str(GOLDENS / name), tokenizer_type="auto", steps=2, **keys)
     assert f"teacher      {name.replace('-moe', '_moe').split('-')[0]}" in said
     assert rows_of(f"of {name}")[0]["divergence"] > 0
 
@@ -157,7 +149,7 @@ def test_what_is_refused(first):
     assert "teacher_path is empty" in refused(teacher_path="")
     assert "runs/nobody: there is no such folder" in refused(teacher_path="runs/nobody")
     assert "python -m trainer.distill" in refused(program=train.main, use_distill=True)
-    words = {"tokenizer_type": "auto", "vocab_size": 300, "tokenizer_path": ""}
+    words = LARGER | {"tokenizer_type": "auto", "vocab_size": 300, "tokenizer_path": ""}
     code, said = command(MODEL | pinned("nnx") | words | {"run_name": "bpe", "steps": 1}, program=train.main)
     assert code == 0, said
     assert "differ in" in refused(teacher_path="runs/bpe")

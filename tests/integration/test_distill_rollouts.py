@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("equal_programs")
 TEACHER = TINY | {"run_name": "teacher", "enable_checkpointing": True, "vocab_size": 257, "prompt": ""}
 TEACHER |= {"dataset_type": "grain", "grain_file_type": "jsonl", "grain_train_files": "prompts.jsonl"}
 TEACHER |= {"tokenizer_type": "bytes", "train_data_columns": "[prompt,answer]", "enable_tensorboard": False}
-TEACHER |= {"steps": 8, "learning_rate": 3e-2}
+TEACHER |= {"steps": 8, "opt_type": "sgd", "learning_rate": 1.0}
 ROUNDS = {key: value for key, value in TEACHER.items() if key != "train_data_columns"} | {
     "run_name": "run-0001",
     "teacher_path": "runs/teacher",
@@ -31,7 +31,7 @@ ROUNDS = {key: value for key, value in TEACHER.items() if key != "train_data_col
     "eval_interval": 6,
     "eval_per_device_batch_size": 4,
     "init_weights_seed": 1,
-    "learning_rate": 0.3,
+    "learning_rate": 10.0,
     "distill_loss": "sampled_reverse_kl",
 }
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from run_cases import arrays_of, command
-from support import ALL_COMBINATIONS, TINY, pinned
+from support import TINY, pinned
 
 from trainer import dpo, sft
 from trainer.observe.metrics import METRICS_FILE, TIMING_FIELDS, read_rows
@@ -21,7 +21,7 @@ PAIRS = (
     MODEL | pinned("nnx") | {"tokenizer_type": "bytes", "train_data_columns": "[prompt,chosen,rejected]", "steps": 6}
 )
 PAIRS |= {"eval_data_columns": "[prompt,chosen,rejected]", "held_out_share": 0.2, "eval_interval": 3}
-PAIRS |= {"checkpoint_period": 3, "max_num_checkpoints_to_keep": "none", "learning_rate": 0.003}
+PAIRS |= {"checkpoint_period": 3, "max_num_checkpoints_to_keep": "none", "opt_type": "sgd", "learning_rate": 0.1}
 PAIRS |= {"prompt": ""}
 LORA = {"enable_lora": True, "lora_rank": 4, "lora_alpha": 8.0}
 OF_TEXT = {"train_data_columns": "text", "eval_data_columns": "text"}
@@ -44,8 +44,8 @@ def here(folder, monkeypatch):
     monkeypatch.chdir(folder)
 
 
-def train(run, combination="nnx", devices=1, **keys):
-    code, said = command(PAIRS | pinned(combination) | {"run_name": run} | keys, program=dpo.main, devices=devices)
+def train(run, devices=1, **keys):
+    code, said = command(PAIRS | {"run_name": run} | keys, program=dpo.main, devices=devices)
     assert code == 0, said
     return said
 
@@ -79,12 +79,6 @@ def test_it_learns_to_prefer_and_says_so(first):
     assert {"eval_reward_accuracy", "eval_chosen_reward", "eval_rejected_reward", "eval_chosen_nll"} <= after.keys()
     assert "reward_accuracy: 0.000" in first
     assert "reward_margin=" in first
-
-
-@pytest.mark.parametrize("combination", ALL_COMBINATIONS[1:])
-def test_every_combination_has_the_same_bits(first, combination):
-    train(combination, combination)
-    assert_same("nnx", combination)
 
 
 def test_it_resumes_with_the_same_reference_and_the_same_bits(first):
@@ -127,7 +121,7 @@ def test_adapters_have_the_base_as_reference():
 
 
 def test_orpo_learns_the_chosen_answers_and_packs_and_streams():
-    train("orpo", dpo_algo="orpo", data_pipeline="streaming", prompt="color?", steps=12)
+    train("orpo", dpo_algo="orpo", data_pipeline="streaming")
     evaluations = [row for row in rows_of("orpo") if "eval_loss" in row]
     assert evaluations[-1]["eval_chosen_nll"] < evaluations[0]["eval_chosen_nll"]
     assert evaluations[-1]["eval_loss"] > evaluations[-1]["eval_chosen_nll"]  # the loss adds the odds ratio term

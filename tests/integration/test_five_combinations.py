@@ -1,16 +1,14 @@
-"""The promise of the three flags: the same seed and batches lead to the same program and bits in every combination."""
+"""The promise of the three flags: every combination has the same program."""
 
 import functools
 
 import jax
 import pytest
-from support import ALL_COMBINATIONS, arguments, assert_equal_bits, copied, lowered_update, packed_batch
+from support import ALL_COMBINATIONS, arguments, lowered_gradients, lowered_update
 
 from trainer.config.load import load
-from trainer.training.batches import placed
 from trainer.training.build import build
 
-STEPS = 20
 DROPOUT = {"dropout_rate": 0.1, "attention_dropout_rate": 0.1}
 SETTINGS = {
     "unrolled": {
@@ -20,7 +18,7 @@ SETTINGS = {
         "gradient_clipping_threshold": 0.05,
         **DROPOUT,
     },
-    "scan with remat, accumulation over 2 microbatches, Muon, experts along 2 devices, fsdp 4": {
+    "scan with remat, Muon, experts along 2 devices, context 2, fsdp 2": {
         "decoder_block": "mixtral",
         "num_experts": 4,
         "num_experts_per_tok": 2,
@@ -28,7 +26,6 @@ SETTINGS = {
         "load_balance_loss_weight": 0.1,
         "scan_layers": True,
         "remat_policy": "full",
-        "gradient_accumulation_steps": 2,
         "record_internal_nn_metrics": 1,
         "opt_type": "muon",
         "skip_step_on_spikes": True,
@@ -36,10 +33,10 @@ SETTINGS = {
         "ema_decay": 0.9,
         "parameter_metrics_period": 2,
         "learning_rate_groups": "[embedding=0.5]",
-        "ici_fsdp_parallelism": 4,
+        "ici_fsdp_parallelism": 2,
         "ici_expert_parallelism": 2,
+        "ici_context_parallelism": 2,
         "per_device_batch_size": 1,
-        **DROPOUT,
     },
     "2 islands of fsdp 2 x tensor 2, Adafactor": {
         "enable_diloco": True,
@@ -71,6 +68,13 @@ SETTINGS = {
         "trainable_parameters_mask": "[norm]",
         "ema_decay": 0.9,
     },
+    "preferences": {
+        "use_dpo": True,
+        "dataset_type": "grain",
+        "grain_train_files": "pairs.jsonl",
+        **dict.fromkeys(("train_data_columns", "eval_data_columns"), "[chosen,rejected]"),
+        "packing": False,
+    },
     "separate head, blockwise attention, bfloat16, dropout, multi-token prediction": {
         **DROPOUT,
         "logits_via_embedding": False,
@@ -86,64 +90,40 @@ SETTINGS = {
 }
 
 
-TRAINED = "unrolled"
+# Outside of its gradients, an update depends on the combination by axes and layers, which Muon and QK-Clip read.
+WHOLE = [name for name in SETTINGS if "Muon" in name or "islands" in name]
 
 
 def made(combination, setting):
     overrides = SETTINGS[setting]
     devices = jax.devices()[: 8 if "ici_fsdp_parallelism" in overrides else 1]
-    config = load(arguments(combination, steps=STEPS, learning_rate=1e-2, **overrides)).config
+    config = load(arguments(combination, learning_rate=1e-2, **overrides)).config
     return build(config, devices)
 
 
 @functools.cache
 def program_text(setting, combination):
-    return lowered_update(made(combination, setting)).as_text()
+    lowered = lowered_update if setting in WHOLE else lowered_gradients
+    return lowered(made(combination, setting)).as_text()
 
 
 def test_all_combinations_have_the_same_program():
     """One test for all combinations, so that every run of the suite compares all."""
-    expected = program_text(TRAINED, ALL_COMBINATIONS[0])
+    expected = program_text("unrolled", ALL_COMBINATIONS[0])
     assert "stablehlo.dot_general" in expected
     for combination in ALL_COMBINATIONS[1:]:
-        assert program_text(TRAINED, combination) == expected, combination
+        assert program_text("unrolled", combination) == expected, combination
 
 
 @pytest.mark.rest(
-    covered_by="two more settings",
+    covered_by="three more settings",
     cases=(
         "2 islands of fsdp 2 x tensor 2, Adafactor",
         "separate head, blockwise attention, bfloat16, dropout, multi-token prediction",
     ),
 )
 @pytest.mark.parametrize("combination", ALL_COMBINATIONS[1:])
-@pytest.mark.parametrize("setting", [setting for setting in SETTINGS if setting != TRAINED])
+@pytest.mark.parametrize("setting", [setting for setting in SETTINGS if setting != "unrolled"])
 def test_the_update_is_the_same_program(setting, combination):
     """Over canonical trees, the programs have the same text and therefore the same bits. XLA compiles them once."""
     assert program_text(setting, combination) == program_text(setting, ALL_COMBINATIONS[0])
-
-
-@functools.cache
-def trained(combination):
-    """Returns the canonical train states before and after 20 steps, and the metrics of every step."""
-    run = made(combination, TRAINED)
-    state = run.init()
-    start = copied(run.codec.unpack(state))
-    step = run.step.lower(*run.abstract_args()).compile()
-    metrics = []
-    for i in range(STEPS):
-        state, row = step(state, placed(run, packed_batch(run.config, run.rows, seed=i)), ())
-        metrics.append(run.computation.read(row, i))
-    return start, copied(run.codec.unpack(state)), metrics
-
-
-@pytest.mark.parametrize("combination", ALL_COMBINATIONS)
-def test_same_bits_after_20_steps(combination):
-    """Compares native train states, which each combination initializes, packs and compiles in its own way."""
-    reference = trained(ALL_COMBINATIONS[0])
-    assert_equal_bits(trained(combination), reference)
-    start, end, metrics = reference
-    assert end.step == STEPS
-    assert metrics[-1]["loss"] != metrics[0]["loss"]
-    with pytest.raises(AssertionError):
-        assert_equal_bits(start.params, end.params)

@@ -254,10 +254,11 @@ def test_other_logical_axes_are_a_difference(capsys, monkeypatch):
         return run
 
     monkeypatch.setattr(building, "build", build)
+    monkeypatch.setattr(programs, "MEASURES", (measure.parameters,))
     said = "logical axes of decoder/layers/mlp/wo/kernel: [layers, mlp, embed] against [layers, mlp, norm]"
     for word, expected in (("right.scan_layers=false", 1), ("right.decoder_block=mistral", 0)):
         built.clear()
-        code, out, _ = run(capsys, word, only_forward=True)
+        code, out, _ = run(capsys, word)
         assert code == expected, out
         assert said in out
 

@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 import pytest
 from pipeline_cases import DELAY, LAYERS, ONCE, PER_REPEAT, PER_STAGE, STAGES, M, assert_equal_gradients, made, measured
-from support import ALL_COMBINATIONS, EVERY_MATRIX, lowered_update
+from support import ALL_COMBINATIONS, EVERY_MATRIX, lowered_gradients
 
 from trainer.aot.cost import analyze
 from trainer.models.families import stacks
@@ -35,7 +35,6 @@ EXPERT = {"ici_expert_parallelism": 2}
 SEQUENCE = {"ici_tensor_sequence_parallelism": 2, "num_vocab_tiling": 4}
 # Per case: the keys of both runs, which have packed rows and dropout, and the additional keys of the pipeline run.
 CASES = {
-    "fsdp, accumulation": (DENSE, {STAGES: 2, "per_device_batch_size": 1, "gradient_accumulation_steps": 2}),
     "tensor": (DENSE | TENSOR, {STAGES: 2, M: 4}),
     "zero-1, delay": (
         DENSE,
@@ -48,7 +47,7 @@ CASES = {
             PER_STAGE: 2,
         },
     ),
-    "experts, layers outside": (MIXTRAL | EXPERT, {STAGES: 2, LAYERS: 2}),
+    "experts, layers outside": (MIXTRAL | DENSE, EXPERT | {STAGES: 2, LAYERS: 2}),
     "deepseek, multi-token prediction": (DEEPSEEK | EXPERT, {STAGES: 2, M: 4, LAYERS: 4}),
     "four stages, once": (DENSE, {STAGES: 4, M: 8, ONCE: True, "remat_policy": "minimal"}),
     "per repeat": (DENSE, {STAGES: 2, M: 4, PER_REPEAT: True, "remat_policy": "full"}),
@@ -74,7 +73,7 @@ CASES = {
 
 
 @pytest.mark.rest(
-    covered_by="the cases with accumulation and with experts",
+    covered_by="experts, layers outside; fp8; the pipeline in integration/test_context.py",
     cases=(
         "tensor",
         "zero-1, delay",
@@ -107,24 +106,16 @@ def test_quantized_products(quantization):
 
     Each microbatch may have its own scales, hence the tolerances.
     """
-    loss, found = measured(made(quantization=quantization, **{STAGES: 2, M: 4}, remat_policy="none"))
-    same, expected = measured(made(quantization=quantization, remat_policy="minimal_with_quantization"))
+    loss, found = measured(made(quantization=quantization, **{STAGES: 2, M: 4}, gradient_accumulation_steps=2))
+    whole = {"per_device_batch_size": 4, "remat_policy": "minimal_with_quantization"}
+    same, expected = measured(made(quantization=quantization, **whole))
     assert loss == pytest.approx(same, rel=0.01)
     for name, array in expected.items():
         assert np.linalg.norm(array) > 0
         assert np.linalg.norm(found[name] - array) < 0.1 * np.linalg.norm(array), name
 
 
-EVERYTHING = {
-    **MIXTRAL,
-    STAGES: 2,
-    LAYERS: 2,
-    "opt_type": "muon",
-    "remat_policy": "full",
-    "gradient_accumulation_steps": 2,
-    "ema_decay": 0.9,
-    "dropout_rate": 0.1,
-}
+EVERYTHING = {**MIXTRAL, STAGES: 2, LAYERS: 2, "remat_policy": "full", "ici_context_parallelism": 2}
 PROGRAMS = {
     "unrolled": {STAGES: 4, M: 8, DELAY: True, "scan_pipeline_iterations": False, PER_STAGE: 1},
     "everything": EVERYTHING,
@@ -134,7 +125,7 @@ PROGRAMS = {
 
 @functools.cache
 def text(name, combination):
-    return lowered_update(made(combination, **PROGRAMS[name])).as_text()
+    return lowered_gradients(made(combination, **PROGRAMS[name])).as_text()
 
 
 @pytest.mark.rest(covered_by="everything", cases=("unrolled", "per repeat"))
@@ -145,7 +136,7 @@ def test_all_combinations_have_the_same_program(combination, name):
 
 # The matrices of a layer: four of attention, three of the MLP. The table is smaller than each layer's matrices.
 MATRICES, TABLE = 7, 16 * 16 * 4
-QUEUE = {STAGES: 2, M: 4, "base_num_decoder_layers": 8, "vocab_size": 16, "remat_policy": "full", "opt_type": "sgd"}
+QUEUE = {STAGES: 2, M: 4, "base_num_decoder_layers": 8, "vocab_size": 16, "remat_policy": "full"}
 
 
 @pytest.mark.rest(covered_by="a queue; per repeat", cases=("no queue", "once"))
@@ -166,7 +157,7 @@ QUEUE = {STAGES: 2, M: 4, "base_num_decoder_layers": 8, "vocab_size": 16, "remat
 def test_what_moves(keys, permutes, gathers):
     run = made(**QUEUE | keys, per_device_batch_size=4)
     plan = stacks(run.config)[0].pipeline
-    found = analyze(run.compile().as_text(), run.mesh).collectives
+    found = analyze(lowered_gradients(run).compile().as_text(), run.mesh).collectives
     between = [each for each in found if "stage" in each.axes]
     microbatch = run.rows // plan.microbatches * run.config.max_target_length * run.config.base_emb_dim * 4
     moved = [each for each in between if each.kind == "collective-permute"]

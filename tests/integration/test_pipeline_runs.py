@@ -20,6 +20,7 @@ KEYS = {
     "per_device_batch_size": 2,
     "ici_fsdp_parallelism": -1,
     "sharding_tolerance": 1,
+    "opt_type": "sgd",
     "steps": 4,
     "learning_rate_schedule_steps": 4,
     "checkpoint_period": 2,

@@ -11,9 +11,9 @@ def words(record):
     return f"left={record}", "ici_context_parallelism=2", "per_device_batch_size=4", "rtol=1e-4", "--json"
 
 
-def test_activations_of_each_token_and_gradients_are_equal(capsys, monkeypatch, tmp_path):
+def test_activations_of_each_token_are_equal(capsys, monkeypatch, tmp_path):
     """The left side is a record. Both sides have modules of multi-token prediction."""
-    monkeypatch.setattr(programs, "MEASURES", programs.MEASURES[:3])  # equal gradients imply an equal update
+    monkeypatch.setattr(programs, "MEASURES", programs.MEASURES[:2])
     record = tmp_path / "whole.safetensors"
     assert parity(capsys, f"record={record}", "arrays=true", mtp_num_layers=1)[0] == 0
     code, out, err = parity(capsys, *words(record), mtp_num_layers=1)
@@ -24,6 +24,6 @@ def test_activations_of_each_token_and_gradients_are_equal(capsys, monkeypatch, 
     }
     assert all(it["bits"] for it in found["activations"]["arrays"] if it["name"] == "embedding")
     monkeypatch.setattr(measure, "token_order", lambda config: None)
-    code, out, _ = parity(capsys, *words(record), only_forward=True, mtp_num_layers=1)
+    code, out, _ = parity(capsys, *words(record), mtp_num_layers=1)
     assert code == 1
     assert json.loads(out)["comparisons"][0]["first"].startswith("activations: embedding")

@@ -2,7 +2,6 @@
 
 import jax
 import pytest
-from compiler import unoptimized
 from support import arguments
 
 from trainer.compare import measure, programs
@@ -20,16 +19,6 @@ def compared(measures, left, **rights):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(programs, "MEASURES", measures)
         return compare_programs(sides, jax.devices()[:1], BITS, lambda line: None).comparisons
-
-
-def test_a_program_equals_itself():
-    """Measures all but the update, which tests/integration/test_parity.py compares."""
-    with unoptimized():
-        (found,) = compared(programs.MEASURES[:3], {}, same={})
-    assert found.bits
-    assert found.first is None
-    assert [it.name for it in found.quantities] == ["parameters", "activations", "loss", "gradients"]
-    assert all(it.differences for it in found.quantities)
 
 
 def test_each_side_is_measured_with_its_own_program_and_compared_with_the_left_one():

@@ -15,11 +15,11 @@ MESH = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "per_device_batch_
 
 
 def trained(combination, **overrides):
-    """Returns the run, and the state after two steps with accumulation.
+    """Returns the run, and the state after two steps.
 
     Compiled without EXACT: then programs that differ only in copies to another memory have the same fusions.
     """
-    config = load(arguments(combination, gradient_accumulation_steps=2, **MESH, **overrides)).config
+    config = load(arguments(combination, **MESH, **overrides)).config
     run = build(config, jax.devices()[:4])
     step, state = run.compile(), state_from(run, first_tree(run))
     for i in range(2):
