@@ -8,7 +8,7 @@ import time
 import jax
 import numpy as np
 import pytest
-from support import draw_simply, random_variables, tiny_config
+from support import random_variables, tiny_config
 
 from trainer import sft
 from trainer.config.errors import UserError
@@ -22,11 +22,6 @@ from trainer.inference.max_engine import MaxEngine
 KEYS = {"max_target_length": 64, "vocab_size": 257, "base_num_decoder_layers": 1, "per_device_batch_size": 3}
 KEYS |= {"tokenizer_type": "bytes", "dtype": "float32"}
 TEXT = "def f(x):\n    return x + 1\nThe end of this text is here.\n"
-
-
-@pytest.fixture(autouse=True)
-def simple_draws(monkeypatch):
-    monkeypatch.setattr("trainer.inference.programs.draw", draw_simply)
 
 
 @functools.cache

@@ -5,7 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from support import ALL_COMBINATIONS, draw_simply, model_of, random_variables, tiny_config
+from support import ALL_COMBINATIONS, model_of, random_variables, tiny_config
 
 from trainer.config.capabilities.lora_keys import ADAPTER
 from trainer.config.errors import UserError
@@ -32,11 +32,6 @@ LATENT |= {
 }
 PROMPTS = [[5, 0, 17], [9, 3]]
 TINY = {"base_num_decoder_layers": 1, "max_target_length": 32, "per_device_batch_size": 4}
-
-
-@pytest.fixture(autouse=True)
-def simple_draws(monkeypatch):
-    monkeypatch.setattr("trainer.inference.programs.draw", draw_simply)
 
 
 class Named:

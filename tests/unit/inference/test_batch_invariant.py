@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import ALL_COMBINATIONS, EVERY_MATRIX, draw_simply, model_of, pinned, random_variables, tiny_config
+from support import ALL_COMBINATIONS, EVERY_MATRIX, model_of, pinned, random_variables, tiny_config
 
 from trainer.backends.registry import make_model
 from trainer.config.capabilities.invariant_keys import TILE, compiler_options, unchecked
@@ -52,11 +52,6 @@ KINDS = {
     "unrolled": {"scan_layers": False, "rope_type": "yarn", **TWO},
 }
 PARTS = {"use_chunked_prefill": True, "prefill_chunk_size": 64, "enable_prefix_caching": True}
-
-
-@pytest.fixture(autouse=True)
-def simple_draws(monkeypatch):
-    monkeypatch.setattr("trainer.inference.programs.draw", draw_simply)
 
 
 def engine_of(*, devices=1, **keys):

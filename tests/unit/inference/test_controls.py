@@ -7,7 +7,7 @@ import threading
 import jax
 import numpy as np
 import pytest
-from support import draw_simply, random_variables, tiny_config
+from support import random_variables, tiny_config
 
 from trainer.config.errors import UserError
 from trainer.inference.controls import NOTHING, Asked, adjusted, check_asked, controls, counted
@@ -20,11 +20,6 @@ VOCABULARY, SLOTS = 300, 3
 MODEL = {"max_target_length": 96, "vocab_size": VOCABULARY, "base_num_decoder_layers": 1, "use_chunked_prefill": True}
 MODEL |= {"prefill_chunk_size": 32, "per_device_batch_size": SLOTS}
 GREEDY, ALL = Sampling(0.0), Asked(log_probs=True, prompt_log_probs=True)
-
-
-@pytest.fixture(autouse=True)
-def simple_draws(monkeypatch):
-    monkeypatch.setattr("trainer.inference.programs.draw", draw_simply)
 
 
 def engine_of(*, with_controls=True, **keys):

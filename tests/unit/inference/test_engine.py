@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import arguments, draw_simply, model_of, random_variables, tiny_config
+from support import arguments, model_of, random_variables, tiny_config
 
 from trainer.config.errors import UserError
 from trainer.config.load import load
@@ -30,11 +30,6 @@ PROMPT = [5, 0, 17]
 # A share of the largest log-probability, for float32 sums in another order, after scores that are scaled tenfold. The
 # largest difference on processors with AVX2 and AVX-512 was 2.4e-7.
 ROUNDING = 2e-6
-
-
-@pytest.fixture(autouse=True)
-def simple_draws(monkeypatch):
-    monkeypatch.setattr("trainer.inference.programs.draw", draw_simply)
 
 
 def config_of(kind):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from support import draw_simply, random_variables, tiny_config
+from support import random_variables, tiny_config
 
 from trainer.inference.max_engine import MaxEngine
 from trainer.inference.sampling import Sampling
@@ -21,11 +21,6 @@ from trainer.inference.scheduler import Scheduler
 
 STEPS, SLOTS, PROMPT = 20, 3, [5, 0, 17]
 SAMPLING = Sampling(1.0, 5, 0.9)
-
-
-@pytest.fixture(autouse=True)
-def simple_draws(monkeypatch):
-    monkeypatch.setattr("trainer.inference.programs.draw", draw_simply)
 
 
 @functools.cache

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import draw_simply, model_of, random_variables, tiny_config
+from support import model_of, random_variables, tiny_config
 
 from trainer.inference.max_engine import MaxEngine
 from trainer.inference.sampling import Sampling
@@ -25,11 +25,6 @@ KEYS = {
 ROUNDING = 2e-5
 PROMPTS = {"short": [5, 0, 17], "long": list(range(1, 34)), "one": [9], "full": [3] * (LENGTH - 1), "two": [7, 8] * 8}
 LAYERS = ("layers_0", "layers_1")
-
-
-@pytest.fixture(autouse=True)
-def simple_draws(monkeypatch):
-    monkeypatch.setattr("trainer.inference.programs.draw", draw_simply)
 
 
 @functools.cache

@@ -5,15 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from support import (
-    ALL_COMBINATIONS,
-    EVERY_MATRIX,
-    assert_equal_bits,
-    copied,
-    draw_simply,
-    random_variables,
-    tiny_config,
-)
+from support import ALL_COMBINATIONS, EVERY_MATRIX, assert_equal_bits, copied, random_variables, tiny_config
 
 from trainer.config.load import load
 from trainer.inference.max_engine import MaxEngine
@@ -35,11 +27,6 @@ KINDS = {
     "adapters": {"lora.enable_lora": True, "lora.lora_rank": 2, "lora.lora_alpha": 4.0},
 }
 MESH = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
-
-
-@pytest.fixture(autouse=True)
-def simple_draws(monkeypatch):
-    monkeypatch.setattr("trainer.inference.programs.draw", draw_simply)
 
 
 @functools.cache
