@@ -188,15 +188,11 @@ def plain_rollouts():
     return asked, rollouts(engine, params, *asked)
 
 
-def test_neither_chunks_nor_prefixes_nor_the_number_of_slots_change_the_bits():
+def test_neither_chunks_nor_prefixes_nor_other_requests_change_the_bits():
+    """The engine with chunks and kept prefixes has one slot, so that each request is alone."""
     asked, expected = plain_rollouts()
     engine = engine_of(dtype="float32", per_device_batch_size=1, **PARTS)
     assert rollouts(engine, plain()[1], *asked) == expected
-
-
-def test_a_request_is_the_same_alone_and_among_others():
-    (engine, params, _), ((prompts, limits), expected) = plain(), plain_rollouts()
-    assert rollouts(engine, params, prompts[:1], limits[:1]) == expected[:1]
 
 
 def test_prompts_of_one_row_begin_at_multiples_of_a_tile():

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ml_collections import ConfigDict
 
 from trainer.backends.registry import make_model
 from trainer.config.resolve import resolve
@@ -15,7 +14,7 @@ from trainer.inference.scheduler import Scheduler
 from trainer.layers.cache import Cache
 from trainer.leaves.source import nested, parted
 from trainer.models.caches import init_cache
-from trainer.weights.model_keys import load_model_keys
+from trainer.weights.model_keys import model_config
 from trainer.weights.open import open_source, weight_shapes
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
@@ -67,16 +66,6 @@ def expected(case):
         return found["generated/tokens"], found["generated/margin"]
 
 
-def opened(case):
-    """Returns the configuration for greedy text of `case`, and its checkpoint."""
-    block = "docs.guides.exaone4.facts:FACTS" if case == "exaone4" else ""
-    source = open_source(str(GOLDENS / case), block)
-    words = [f"load_parameters_path={GOLDENS / case}", f"max_target_length={LENGTH}", "dtype=float32"]
-    words += [f"decoder_block={block}"] if block else []
-    words += ["decode_sampling_strategy=greedy", "per_device_batch_size=2"]
-    return ConfigDict(load_model_keys(source.keys, words, case).config), source
-
-
 @pytest.mark.rest(
     covered_by="gemma2, olmo3, exaone4; the logits of all",
     cases=("gemma", "olmo2", "qwen2", "smollm3", "phi3", "granite4", "llama4-interleaved"),
@@ -90,8 +79,10 @@ def test_greedy_tokens_are_those_of_transformers(case, monkeypatch):
     """One decode step after another, from the first token on, in one program. Each step gets the expected tokens."""
     monkeypatch.syspath_prepend(str(GOLDENS.parents[1]))
     tokens, margin = expected(case)
-    config, source = opened(case)
-    model = make_model(resolve(config, device_count=1, platform="cpu"))
+    block = "docs.guides.exaone4.facts:FACTS" if case == "exaone4" else ""
+    source = open_source(str(GOLDENS / case), block)
+    words = [f"max_target_length={LENGTH}", "dtype=float32", *([f"decoder_block={block}"] if block else [])]
+    model = make_model(resolve(model_config(source.keys, words, case), device_count=1, platform="cpu"))
     leaves = source.leaves(model.config, weight_shapes(model.config))
     weights = {name: leaf.read(np.dtype(np.float32), lambda size: None) for name, leaf in leaves.items()}
     rows = np.arange(len(tokens))
@@ -112,17 +103,17 @@ def test_greedy_tokens_are_those_of_transformers(case, monkeypatch):
     np.testing.assert_array_equal(same, True)
 
 
-def test_an_engine_draws_the_tokens_of_transformers():
-    """Windows of 5 positions in every other layer, and longer prompts."""
+def test_an_engine_of_a_hugging_face_folder():
+    """The model's keys come from the folder, as in trainer.generate. Its windows are shorter than the prompts."""
     tokens, margin = expected("gemma2")
     assert (margin > TIE).all()
-    engine = MaxEngine(opened("gemma2")[0], jax.devices()[:1], sequences=len(tokens))
+    words = [f"max_target_length={LENGTH}", "dtype=float32", "decode_sampling_strategy=greedy"]
+    engine = MaxEngine.of(str(GOLDENS / "gemma2"), words, devices=jax.devices()[:1], sequences=len(tokens))
     scheduler = Scheduler(engine, engine.load_params(say=lambda line: None))
-    numbers = [scheduler.submit(row[:PROMPT].tolist()) for row in tokens]
-    found = {number: [] for number in numbers}
+    found = {scheduler.submit(row[:PROMPT].tolist()): [] for row in tokens}
     for event in scheduler.run():
         found[event.request].append(event.token)
-    np.testing.assert_array_equal([found[number] for number in numbers], tokens[:, PROMPT:])
+    np.testing.assert_array_equal(list(found.values()), tokens[:, PROMPT:])
 
 
 def test_a_near_tie_is_the_exception():

@@ -264,26 +264,6 @@ def test_neither_packing_nor_microbatches_nor_tiles_change_it(algo):
     close(gradients(alone, dpo_algo=algo, num_vocab_tiling=4, gradient_accumulation_steps=4), expected)
 
 
-def test_the_gradient_is_that_of_finite_differences():
-    """Of DPO. test_fifty_steps_are_those_of_trl uses the gradient of ORPO."""
-    batch = rows_of(some_pairs(4), 32, together=False)
-    found = gradients(batch, dpo_algo="dpo")
-    direction = jax.tree.map(lambda grad: grad / np.linalg.norm(grad), found.grads["decoder"])
-
-    def loss(step):
-        def policy(tree):
-            new = moved(tree)
-            change = jax.tree.map(lambda x, d: x + step * d, new.params["decoder"], direction)
-            return new._replace(params=new.params | {"decoder": change})
-
-        return float(gradients(batch, policy, dpo_algo="dpo").loss)
-
-    slope = sum(
-        float(np.sum(x * d)) for x, d in zip(*map(jax.tree.leaves, (found.grads["decoder"], direction)), strict=True)
-    )
-    assert (loss(1e-2) - loss(-1e-2)) / 2e-2 == pytest.approx(slope, rel=1e-2)  # float32
-
-
 def test_evaluation_is_the_step_without_an_update():
     (run, _), tree = built(), first_state()
     batch = rows_of(some_pairs(8), 32, together=False)
