@@ -7,9 +7,10 @@ import http.client
 import json
 import threading
 import time
+from unittest import mock
 
 import jax
-from support import tiny_config
+from support import draw_simply, tiny_config
 
 from trainer.chat.encoder import Prompts
 from trainer.config.keys import Config
@@ -51,8 +52,9 @@ def served(engine, params, tokens=(), fails="", **keys):
             errors.append(error)
 
     thread = threading.Thread(target=run, daemon=True)  # a daemon, so that a failed test does not hang
-    thread.start()
-    assert ready.wait(120)
+    with mock.patch("trainer.inference.programs.draw", draw_simply):
+        thread.start()
+        assert ready.wait(120)
     port = Port(at.getsockname()[1])
     port.scheduler, port.server, port.thread = scheduler, server, thread
     yield port

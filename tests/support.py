@@ -91,6 +91,18 @@ def random_variables(model: Any, scale: float = 0.3) -> Any:
     return jax.tree.map(random, model.abstract)
 
 
+def draw_simply(logits: Any, sampling: Any, keys: Any, positions: Any) -> Any:
+    """In place of `trainer.inference.sampling.draw`: top_k and nucleus_p only change the noise. It compiles in a
+    quarter of the time, which is half of the time of a tiny model's decode step."""
+    import jax
+    import jax.numpy as jnp
+
+    scaled = logits.astype(jnp.float32) / jnp.where(sampling.temperature > 0, sampling.temperature, 1)[:, None]
+    numbers = positions + sampling.top_k + (1000 * sampling.nucleus_p).astype(jnp.int32)
+    drawn = jax.vmap(jax.random.categorical)(jax.vmap(jax.random.fold_in)(keys, numbers), scaled)
+    return jnp.where(sampling.temperature > 0, drawn, logits.argmax(-1)).astype(jnp.int32)
+
+
 def drawn(make: Callable[[], Any]) -> Any:
     """Returns the NNX module that `make` makes, with random parameters. One-axis parameters, such as scales, are
     between 0.5 and 1.5. All are drawn on the host, because JAX compiles a program for each shape of an initial

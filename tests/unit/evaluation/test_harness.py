@@ -197,7 +197,7 @@ def test_an_unknown_name_is_refused_without_an_index_of_all(monkeypatch):
 
 @pytest.mark.parametrize("why", ["time", "run"])
 def test_a_function_of_a_task_that_does_not_return_ends_with_the_time_or_the_run(made, opened, tmp_path, why):
-    endless = "def endless(doc, results):\n    while True:\n        pass\n"
+    endless = "import time\n\n\ndef endless(doc, results):\n    while True:\n        time.sleep(0.01)\n"
     (tmp_path / "endless_of_task.py").write_text(endless)
     asked = model_of(made, interrupted=lambda: why == "run" and began + 3 < time.monotonic())
     task = opened("endless", f"{WRITTEN}process_results: !function endless_of_task.endless\n")

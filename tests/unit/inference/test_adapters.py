@@ -21,13 +21,14 @@ from trainer.models.matrices import lora_kernels, matrix_names
 RANK, GREEDY = 2, Sampling(0.0)
 LORA = {"enable_lora": True, "lora_rank": 2, "lora_alpha": 2.0}
 LATENT = {"decoder_block": "deepseek", "attention_type": "mla", "base_num_kv_heads": 4, "kv_lora_rank": 8}
-LATENT |= {"q_lora_rank": 0, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "first_num_dense_layers": 1}
+LATENT |= {"q_lora_rank": 0, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "first_num_dense_layers": 0}
 LATENT |= {
     "num_experts": 2,
     "num_experts_per_tok": 1,
     "shared_experts": 1,
     "base_moe_mlp_dim": 16,
     "lora_module_path": "self_attention",
+    "base_num_decoder_layers": 1,
 }
 PROMPTS = [[5, 0, 17], [9, 3]]
 TINY = {"base_num_decoder_layers": 1, "max_target_length": 32, "per_device_batch_size": 4}
@@ -183,7 +184,7 @@ def test_each_sequence_has_its_adapter(keys):
 
 def test_sequences_of_several_adapters_do_not_change_each_others_bits():
     keys = {key: value for key, value in LATENT.items() if key != "lora_module_path"}
-    keys |= {"max_target_length": 128, "batch_invariant": True, "return_log_prob": True, "base_num_decoder_layers": 2}
+    keys |= {"max_target_length": 128, "batch_invariant": True, "return_log_prob": True}
     keys |= {"dtype": "bfloat16"}
     served = serve(tiny_config(ALL_COMBINATIONS[0], **TINY | keys), jax.devices()[:1])
     config, ranks = with_adapters(served.config, [Named(lora_module_path="self_attention") for _ in range(2)])

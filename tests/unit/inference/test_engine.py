@@ -1,8 +1,6 @@
 """The engine against full forward passes: prefill, chunks, packed prompts, samples, reused slots."""
 
 import functools
-import json
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -123,18 +121,6 @@ def test_more_requests_than_slots_get_the_tokens_of_full_forward_passes(kind):
     assert scheduler.free_slots == SLOTS
     places = {leaf.shape[2] for leaf in jax.tree.leaves(engine.init_decode_state().cache)}
     assert places == {KINDS[kind].get("sliding_window_size", LENGTH)}
-
-
-def test_an_engine_of_a_hugging_face_folder():
-    """The model's keys come from the folder, as in trainer.generate."""
-    folder = Path(__file__).parents[2] / "goldens" / "llama"
-    engine = MaxEngine.of(str(folder), ["max_target_length=16"], devices=jax.devices()[:1])
-    params = engine.load_params(say=lambda line: None)
-    _, first = jax.eval_shape(lambda: engine.prefill(params, engine.padded([1, 2, 3]), 3))
-    saved = json.loads((folder / "config.json").read_text())
-    assert (engine.config.base_emb_dim, engine.config.max_target_length) == (saved["hidden_size"], 16)
-    assert engine.config.vocab_size == saved["vocab_size"]
-    assert first.tokens.shape == (1,)
 
 
 def test_the_first_token_does_not_wait_for_decode_steps():

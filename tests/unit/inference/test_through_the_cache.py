@@ -16,14 +16,10 @@ MODEL = {"max_target_length": LENGTH, "vocab_size": VOCABULARY, "logits_via_embe
 
 VARIANTS = {
     "all tokens": {},
-    "window": {"attention_type": "local_sliding", "sliding_window_size": 4},
-    "window, blockwise": {"attention_type": "local_sliding", "sliding_window_size": 5, "attention": "blockwise"},
-    "soft cap": {"attn_logits_soft_cap": 0.05},
-    "head norms and yarn": {
-        "use_qk_norm": True,
-        "rope_type": "yarn",
-        "original_max_position_embeddings": 4,
-        "rope_factor": 4.0,
+    "every option": {
+        **{"attention_type": "local_sliding", "sliding_window_size": 5, "attention": "blockwise"},
+        **{"attn_logits_soft_cap": 0.05, "use_qk_norm": True},
+        **{"rope_type": "yarn", "original_max_position_embeddings": 4, "rope_factor": 4.0},
     },
 }
 
@@ -69,6 +65,5 @@ def test_through_the_cache_the_logits_are_those_of_the_whole_row(variant):
     np.testing.assert_allclose(alone, together, atol=1e-5)
 
 
-@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant != "all tokens"])
-def test_what_these_variants_change_is_far_beyond_the_tolerance(variant):
-    assert np.abs(logits_of(variant)[1] - logits_of("all tokens")[1]).max() > 1e-2
+def test_what_the_options_change_is_far_beyond_the_tolerance():
+    assert np.abs(logits_of("every option")[1] - logits_of("all tokens")[1]).max() > 1e-2

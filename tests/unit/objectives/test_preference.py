@@ -32,6 +32,7 @@ GOLDEN, MODEL = json.loads((TESTS / "preferences" / "trl.json").read_text()), TE
 COLUMNS = {"train_data_columns": "[chosen,rejected]", "eval_data_columns": "[chosen,rejected]"}
 KEYS = COLUMNS | {
     "use_dpo": True,
+    "remat_policy": "none",
     "grain_packing_type": "best_fit",
     "opt_type": "sgd",
     "gradient_clipping_threshold": 0,
@@ -190,7 +191,7 @@ def gradients(batch, policy_of=moved, **keys):
     return jax.device_get(fn(policy_of(tree), placed(run, padded(batch)), frozen))
 
 
-@pytest.mark.parametrize("keys", [{}, {"scan_layers": False}, {"dtype": "bfloat16"}], ids=str)
+@pytest.mark.parametrize("keys", [{}, {"scan_layers": False, "dtype": "bfloat16"}], ids=str)
 def test_equal_policy_and_reference_give_log_2_and_accuracy_0(keys):
     found = gradients(rows_of(some_pairs(8), 32), lambda tree: tree, **keys)
     assert found.loss == pytest.approx(math.log(2), abs=2e-7)  # float32
@@ -260,28 +261,7 @@ def test_neither_packing_nor_microbatches_nor_tiles_change_it(algo):
     assert len(packed["row"]) < 8
     assert packed["inputs_segmentation"].max() > 2
     close(gradients(packed, dpo_algo=algo), expected)
-    close(gradients(alone, dpo_algo=algo, num_vocab_tiling=4), expected)
-    close(gradients(alone, dpo_algo=algo, gradient_accumulation_steps=4), expected)
-
-
-@pytest.mark.parametrize("algo", ["dpo", "orpo"])
-def test_the_gradient_is_that_of_finite_differences(algo):
-    batch = rows_of(some_pairs(4), 32, together=False)
-    found = gradients(batch, dpo_algo=algo)
-    direction = jax.tree.map(lambda grad: grad / np.linalg.norm(grad), found.grads["decoder"])
-
-    def loss(step):
-        def policy(tree):
-            new = moved(tree)
-            change = jax.tree.map(lambda x, d: x + step * d, new.params["decoder"], direction)
-            return new._replace(params=new.params | {"decoder": change})
-
-        return float(gradients(batch, policy, dpo_algo=algo).loss)
-
-    slope = sum(
-        float(np.sum(x * d)) for x, d in zip(*map(jax.tree.leaves, (found.grads["decoder"], direction)), strict=True)
-    )
-    assert (loss(1e-2) - loss(-1e-2)) / 2e-2 == pytest.approx(slope, rel=1e-2)  # float32
+    close(gradients(alone, dpo_algo=algo, num_vocab_tiling=4, gradient_accumulation_steps=4), expected)
 
 
 def test_evaluation_is_the_step_without_an_update():
@@ -294,7 +274,7 @@ def test_evaluation_is_the_step_without_an_update():
         assert mean.total / mean.weight == pytest.approx(expected.means[name], rel=1e-5)
 
 
-@pytest.mark.parametrize("name", GOLDEN["runs"])
+@pytest.mark.parametrize("name", ["dpo-smoothed", "orpo"])
 def test_fifty_steps_are_those_of_trl(name):
     there = GOLDEN["runs"][name]
     keys = {"learning_rate": there["learning_rate"], "lr_schedule_type": "constant"}

@@ -81,7 +81,7 @@ def test_the_key_depends_on_the_fraction_of_a_gpus_memory(name, monkeypatch):
     assert len(keys) == 2
 
 
-def test_the_key_is_of_what_determines_the_program(monkeypatch):
+def test_the_key_is_of_what_determines_the_program(monkeypatch, digests):
     config = tiny_config("nnx")
 
     def key(**changes):
@@ -94,10 +94,14 @@ def test_the_key_is_of_what_determines_the_program(monkeypatch):
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_x=true")
     assert key() != before
     journals._surroundings.cache_clear()
+    monkeypatch.delenv("LIBTPU_INIT_ARGS")
     with jax.default_matmul_precision("highest"):
-        monkeypatch.delenv("LIBTPU_INIT_ARGS")
         assert key() != before
     journals._surroundings.cache_clear()
+    assert key() == before
+    digests.append("two")
+    journals._surroundings.cache_clear()
+    assert key() != before
 
 
 def test_a_bucket_holds_no_journal():
