@@ -231,9 +231,7 @@ def test_maxtext(tmp_path, rope, scan):
     for order in ORDERS:
         assert_same(loaded(out / "0/items", configs[order]), orders[order])
     name = f"{ATTENTION}query_norm/scale"
-    layers = (
-        [there[name.replace("layers", f"layers_{i}")] for i in (0, 1)] if not scan else there[name].swapaxes(0, 1)
-    )
+    layers = [there[name.replace("layers", f"layers_{i}")] for i in (0, 1)] if not scan else there[name].swapaxes(0, 1)
     np.testing.assert_array_equal(layers, orders[rope == "yarn"][name])
 
 

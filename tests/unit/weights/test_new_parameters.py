@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from checkpoint_cases import (
     FAMILIES,
