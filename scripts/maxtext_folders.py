@@ -330,18 +330,14 @@ def our_logits(folder: Path, keys: dict[str, Any], tokens: np.ndarray, **more: A
     If the head is not tied, the list has one entry. If it is tied, the list has two: the first is computed with the
     head's table rounded to bfloat16, as MaxText rounds it even in float32 runs, and the second with the exact table.
     """
-    import jax
-
-    from trainer.leaves.source import joined, parted
-    from trainer.weights.load import load_parameters
+    from trainer.leaves.source import nested, parted
+    from trainer.weights.open import open_source, weights_of
 
     config = configured(keys, **more)
     model, program = our_model(config)
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    abstract = jax.tree.map(
-        lambda it: jax.ShapeDtypeStruct(it.shape, it.dtype, sharding=sharding), joined(*model.abstract)
-    )
-    params, rest = parted(load_parameters(str(folder), config, abstract, print), model.abstract[1])
+    leaves = open_source(str(folder)).leaves(config, weights_of(model)[0])
+    weights = {name: leaf.read(np.dtype(np.float32), lambda size: None) for name, leaf in leaves.items()}
+    params, rest = parted(nested(weights), model.abstract[1])
     table = np.asarray(params["token_embedder"]["embedding"])
     tables = [table.astype("bfloat16").astype(table.dtype), table] if config.logits_via_embedding else [table]
     return [np.asarray(program(params, rest, it, tokens), np.float32) for it in tables]

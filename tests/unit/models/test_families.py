@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support import ALL_COMBINATIONS, arguments, copied, lowered_update, packed_batch, state_from, tiny_config
+from support import ALL_COMBINATIONS, arguments, copied, packed_batch, state_from, tiny_config
 
+from trainer.backends.registry import make_model
 from trainer.config.capabilities.windows import windows
 from trainer.config.errors import UserError
 from trainer.config.load import load
@@ -22,6 +23,9 @@ from trainer.maxtext.convert import TRAIN, convert
 from trainer.models.families import stacks
 from trainer.models.flops import visible_keys
 from trainer.models.patterns import repeated
+from trainer.objectives.base import prepared
+from trainer.objectives.registry import make_objective
+from trainer.ops.random import seed_key
 from trainer.training.batches import placed
 from trainer.training.build import build
 from trainer.weights.huggingface.config_json import config_json
@@ -97,10 +101,13 @@ def keys_of(family, **more):
 
 @functools.cache
 def program_text(family, combination):
+    """Returns the text of the loss. Its gradient follows from it: integration/test_five_combinations.py."""
     keys = SHORT.get(family, {}) | {"dropout_rate": 0.1, "attention_dropout_rate": 0.1, "remat_policy": "full"}
-    keys |= {"opt_type": "sgd", "gradient_clipping_threshold": 0}  # makes the update shorter
-    words = arguments(combination, **keys_of(family, scan_layers=family != "gemma2", **keys))
-    return lowered_update(build(load(words).config, jax.devices()[:1])).as_text()
+    config = tiny_config(combination, **keys_of(family, scan_layers=family != "gemma2", **keys))
+    model = make_model(config)
+    objective = make_objective(config, model)
+    loss = jax.jit(lambda params, rest, batch: objective.sums(params, rest, batch, seed_key(0)).minimized)
+    return loss.lower(*model.abstract, prepared(objective, packed_batch(config, 2))).as_text()
 
 
 # All combinations for the family with all features. The others compare only the first and the last, which differ most.
@@ -130,7 +137,8 @@ def initial(run):
 
 def losses(family, devices, **more):
     keys = SHORT.get(family, {}) | ({"base_num_decoder_layers": 2} if family == "olmo3" else {}) | more
-    words = arguments(ALL_COMBINATIONS[0], **keys_of(family, opt_type="sgd", learning_rate=0.1, **keys))
+    keys |= {"opt_type": "sgd", "learning_rate": 0.1, "remat_policy": "none"}
+    words = arguments(ALL_COMBINATIONS[0], **keys_of(family, **keys))
     run = build(load(words).config, jax.devices()[:devices])
     state, found = state_from(run, initial(run)), []
     for i in range(2):
@@ -165,8 +173,9 @@ def test_eight_devices_and_other_loops_compute_what_one_device_does(family):
 @pytest.mark.rest(covered_by="dropless", cases=("capacity",))
 @pytest.mark.parametrize("experts", ["dropless", "capacity"])
 def test_the_biases_of_experts_are_added_once_on_a_mesh(experts):
-    """The mesh shards the experts and each expert's hidden units."""
-    how = {} if experts == "dropless" else {"sparse_matmul": False, "capacity_factor": 1.0}
+    """The mesh shards the experts and each expert's hidden units. One layer, without a window."""
+    how = {"sliding_window_pattern": 1, "base_num_decoder_layers": 1}
+    how |= {} if experts == "dropless" else {"sparse_matmul": False, "capacity_factor": 1.0}
     one, params = losses("gpt_oss", 1, per_device_batch_size=16, **how)
     mesh = {"ici_fsdp_parallelism": 2, "ici_expert_parallelism": 2, "ici_tensor_parallelism": 2}
     many, others = losses("gpt_oss", 8, per_device_batch_size=2, sharding_tolerance=1.0, **mesh, **how)

@@ -214,14 +214,14 @@ def test_initial_values_do_not_depend_on_the_pipeline(combination):
 
         def some(key):
             found = by_name(to_layers(stacks(config), model_of(config).init(key)[0]))
-            kinds = r"token_embedder|mlp/(wo|wi_0)/kernel|self_attention/query|pre_self_attention_layer_norm"
+            kinds = r"token_embedder|mlp/wo/kernel|self_attention/query|pre_self_attention_layer_norm"
             return {name: value for name, value in found.items() if re.search(kinds, name)}
 
         # Without fusions, because fused code may round a product differently.
         return jax.jit(some, compiler_options={"xla_disable_hlo_passes": "fusion"})(seed_key(0))
 
     expected = initial(unpipelined(config))
-    assert len(expected) == 5
+    assert len(expected) == 4
     assert_equal_bits(initial(config), expected)
     kernel = expected["decoder/layers/mlp/wo/kernel"]
     assert len({np.asarray(layer).tobytes() for layer in kernel}) == 6

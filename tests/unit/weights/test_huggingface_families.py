@@ -44,6 +44,8 @@ CASES = (
     "llama4-rest",
     "gpt-oss",
 )
+# Families with unusual keys, layouts or buffers. The other cases differ from them in names only.
+IN_OUR_FORMAT = ("phi3-short", "glm4-moe", "granite-moe-shared", "mistral4", "llama4-interleaved", "gemma2", "gpt-oss")
 ROPE = {"rope_type": "longrope", "rope_theta": 1e3, "short_factor": [1] * 4, "long_factor": [2.0] * 4}
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8, "rope_theta": 1e3}
 GROWN = YARN | {"llama_4_scaling_beta": 0.2, "mscale": 1.0, "mscale_all_dim": 1.0}
@@ -65,17 +67,20 @@ def keys_of(case, **changes):
 
 @pytest.mark.parametrize("case", CASES)
 def test_an_export_has_the_same_tensors_keys_and_tokenizer(case, tmp_path, capsys):
-    """Converted to our format and back, with heads stored as halves."""
-    theirs, ours, back = tmp_path / "theirs", tmp_path / "ours", tmp_path / "back"
+    """Read and written; IN_OUR_FORMAT converted to our format and back, with heads stored as halves."""
+    theirs, back = tmp_path / "theirs", tmp_path / "back"
+    ours = tmp_path / "ours" if case in IN_OUR_FORMAT else theirs
     shutil.copytree(GOLDENS / case, theirs)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         (theirs / name).write_text("{}")
-    export.main([str(theirs), str(ours), "format=params"])
+    if ours != theirs:
+        export.main([str(theirs), str(ours), "format=params"])
     export.main([str(ours), str(back), "format=hf"])
     before, after = (load_file(folder / "model.safetensors") for folder in (theirs, back))
     assert before.keys() == after.keys()
     assert all(before[name].tobytes() == after[name].tobytes() for name in before)
-    assert open_source(str(back)).keys == open_source(str(theirs)).keys
+    keys = open_source(str(theirs)).keys
+    assert open_source(str(back)).keys == keys == described(model_config(keys, [], ""))
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert json.loads((back / name).read_text()) == {}
 

@@ -216,26 +216,23 @@ def test_an_axis_that_is_not_made_of_heads_is_refused(tmp_path, monkeypatch):
         write_huggingface(tmp_path, cfg, leaves_of(random_params(cfg)), None)
 
 
-@pytest.mark.parametrize("rope", ["default", "yarn"])
-def test_maxtext(tmp_path, rope):
+@pytest.mark.parametrize(("rope", "scan"), [("default", True), ("yarn", False)])
+def test_maxtext(tmp_path, rope, scan):
     """MaxText stores halves for RoPE of type default, and pairs for yarn."""
     halves = random_params(config(BLOCKS[0], False))
     orders = {False: halves, True: in_pairs(halves)}
     configs = {order: config(BLOCKS[0], order, rope_type=rope) for order in ORDERS}
-    for scan in (False, True):
-        written = {}
-        for order in ORDERS:
-            (out := tmp_path / f"{scan}-{order}").mkdir()
-            write_maxtext(out, configs[order], leaves_of(orders[order]), None, scan)
-            written[order] = source_of(out)
-        assert_same(written[False], there := written[True])
-        for order in ORDERS:
-            assert_same(loaded(out / "0/items", configs[order]), orders[order])
-        name = f"{ATTENTION}query_norm/scale"
-        layers = (
-            [there[name.replace("layers", f"layers_{i}")] for i in (0, 1)] if not scan else there[name].swapaxes(0, 1)
-        )
-        np.testing.assert_array_equal(layers, orders[rope == "yarn"][name])
+    written = {}
+    for order in ORDERS:
+        (out := tmp_path / str(order)).mkdir()
+        write_maxtext(out, configs[order], leaves_of(orders[order]), None, scan)
+        written[order] = source_of(out)
+    assert_same(written[False], there := written[True])
+    for order in ORDERS:
+        assert_same(loaded(out / "0/items", configs[order]), orders[order])
+    name = f"{ATTENTION}query_norm/scale"
+    layers = [there[name.replace("layers", f"layers_{i}")] for i in (0, 1)] if not scan else there[name].swapaxes(0, 1)
+    np.testing.assert_array_equal(layers, orders[rope == "yarn"][name])
 
 
 @pytest.mark.parametrize("block", BLOCKS)

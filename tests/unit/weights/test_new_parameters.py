@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from checkpoint_cases import (
     FAMILIES,
@@ -18,6 +17,7 @@ from checkpoint_cases import (
     in_pairs,
     maxtext_params,
     random_params,
+    shapes_of,
     write_hf,
     write_maxtext,
 )
@@ -54,8 +54,8 @@ class Adapter(nnx.Module):
     """Adds a low-rank term to a plain product."""
 
     def __init__(self, kernel, *, rngs):
-        self.down = nnx.Param(jax.random.normal(rngs.params(), (*kernel.in_shape, 2)))
-        self.up = nnx.Param(jax.random.normal(rngs.params(), (2, *kernel.out_shape)))
+        self.down = nnx.Param(jax.random.uniform(rngs.params(), (*kernel.in_shape, 2)))
+        self.up = nnx.Param(jax.random.uniform(rngs.params(), (2, *kernel.out_shape)))
 
     def __call__(self, x, inputs, kernel, reduce_early, context):
         return product(x, inputs, kernel, reduce_early) + product(product(x, inputs, self.down[...]), 1, self.up[...])
@@ -101,10 +101,15 @@ DRAWN = ADAPTED | {"head_dim": 16, "init_weights_seed": 3}
 
 @functools.cache
 def drawn():
-    """Returns the initial weights, by name, of a model with the keys DRAWN."""
-    config = config_of(**DRAWN)
-    weights = jax.jit(lambda key: joined(*make_model(config).init(key)))(seed_key(config.init_weights_seed))
-    return {name: np.asarray(value) for name, value in names_of(weights).items()}
+    """Returns the initial weights, by name, that a model with the keys DRAWN has in addition to a Llama."""
+    config, base = config_of(**DRAWN), shapes_of(config_of(**LLAMA, head_dim=16))
+
+    @jax.jit
+    def new(key):
+        weights = names_of(joined(*make_model(config).init(key)))
+        return {name: value for name, value in weights.items() if name not in base}
+
+    return jax.device_get(new(seed_key(config.init_weights_seed)))
 
 
 def write_ours(folder, config, params):

@@ -60,3 +60,21 @@ def test_leaves_are_written_together_up_to_a_size(tmp_path, monkeypatch):
     found = {name: reader() for name, reader in orbax.readers(tmp_path / TREE).items()}
     assert found.keys() == values.keys()
     assert all(np.array_equal(found[name], value) for name, value in values.items())
+
+
+def test_small_leaves_are_read_together(tmp_path, monkeypatch):
+    from orbax.checkpoint import v1 as ocp
+
+    read, load = [], ocp.load
+    monkeypatch.setattr(orbax, "_SMALL", 50)
+    monkeypatch.setattr(
+        ocp,
+        "load",
+        lambda abstract_state, **how: read.append({*abstract_state}) or load(abstract_state=abstract_state, **how),
+    )
+    values = {name: np.full(size, size, np.float32) for name, size in {"a": 10, "b": 20, "c": 5}.items()}
+    with orbax.writer(tmp_path / TREE) as write:
+        write(values)
+    tree = orbax.Tree(tmp_path / TREE, orbax.headers(tmp_path / TREE))
+    assert all(np.array_equal(tree.read(name), value) for name, value in values.items())
+    assert read == [{"a", "c"}, {"b"}]

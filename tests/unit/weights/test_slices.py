@@ -22,6 +22,7 @@ from support import arguments
 
 from trainer.config.errors import UserError
 from trainer.config.load import load
+from trainer.leaves import orbax
 from trainer.leaves.source import Leaf, names_of
 from trainer.models.families import hugging_face
 from trainer.models.huggingface import EXPERT
@@ -109,7 +110,9 @@ def test_no_read_is_larger_than_a_devices_slice_of_a_layer(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("scanned", [True, False])
-def test_maxtext_on_eight_devices(tmp_path, scanned):
+def test_maxtext_on_eight_devices(tmp_path, scanned, monkeypatch):
+    """Large leaves are read in slices, small ones whole."""
+    monkeypatch.setattr(orbax, "_SMALL", 0 if scanned else orbax._SMALL)
     config, abstract = on_eight_devices(decoder_block="llama2", rope_interleave=True, logits_via_embedding=False)
     params = random_params(config)
     stored = maxtext_params(config, params, scanned=scanned)
@@ -122,7 +125,8 @@ def test_maxtext_on_eight_devices(tmp_path, scanned):
     assert_loaded(write_maxtext(tmp_path / "items", stored), config, abstract, wanted)
 
 
-def test_our_own_layout_reordered_on_eight_devices(tmp_path):
+def test_our_own_layout_reordered_on_eight_devices(tmp_path, monkeypatch):
+    monkeypatch.setattr(orbax, "_SMALL", 0)
     config, abstract = on_eight_devices(decoder_block="qwen3", use_qk_norm=True, rope_interleave=True)
     params = random_params(config)
     halves = config_of(decoder_block="qwen3", use_qk_norm=True, logits_via_embedding=True)

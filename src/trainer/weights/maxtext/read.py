@@ -95,6 +95,7 @@ class MaxTextSource:
         }
         self._biases = biases.keys() - self._headers.keys()
         self._headers = biases | self._headers
+        self._tree = orbax.Tree(path, dict(self._headers.values()))
         self._said = {
             key: value
             for key, value in orbax.custom_metadata(path).items()
@@ -245,8 +246,8 @@ class MaxTextSource:
 
     def _read(self, how: _How, tensor: str) -> np.ndarray:
         stored, head, pairs, (factor, offset) = how
-        path, header = self._headers[tensor]
-        value = stored.view(orbax.read(self.path, path, stored.shape, np.dtype(header.dtype)))
+        path, _ = self._headers[tensor]
+        value = stored.view(self._tree.read(path))
         value = value.reshape(*([stored.layers] if stored.layers else []), *stored.layer)
         value = reordered(value, head, pairs=pairs)
         if (factor, offset) == UNCHANGED:
@@ -260,7 +261,7 @@ class MaxTextSource:
         path, header = self._headers[tensor]
         sharding = resharded(abstract.sharding, len(abstract.shape), stored.spec)
         dtype = abstract.dtype if changed == UNCHANGED else np.dtype(header.dtype)  # converted before it is rounded
-        value = orbax.place(self.path, path, jax.ShapeDtypeStruct(stored.shape, dtype, sharding=sharding))
+        value = self._tree.place(path, jax.ShapeDtypeStruct(stored.shape, dtype, sharding=sharding))
         if not stored.is_ours or head or changed != UNCHANGED:
             value = _to_ours(value, how, abstract.shape, abstract.dtype)
         return jax.device_put(value, abstract.sharding)

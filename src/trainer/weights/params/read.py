@@ -71,6 +71,7 @@ class ParamsSource:
         self._paths = {
             path.removeprefix(root): path for root in reversed(roots) for path in self._headers if path.startswith(root)
         }
+        self._stored = orbax.Tree(self._tree, {path: self._headers[path] for path in self._paths.values()})
         if average and not self.averaged:
             raise UserError(f"{path}: contains no averaged parameters: it was trained with ema_decay=0")
 
@@ -135,16 +136,16 @@ class ParamsSource:
         return self._paths[name].startswith(_ISLANDS)
 
     def _leaf(self, name: str, shape: tuple[int, ...], head: int, pairs: bool) -> Leaf:
-        tree, path = self._tree, self._paths[name]
+        path = self._paths[name]
         dtype = np.dtype(self._headers[path].dtype)
-        read = functools.partial(orbax.read, tree, path, tuple(self._headers[path].shape), dtype)
+        read = functools.partial(self._stored.read, path)
         if self._of_islands(name):
 
             def mean() -> np.ndarray:
                 return np.asarray(_mean(read()))
 
             return Leaf(shape, dtype, [mean], [lambda abstract: jax.device_put(mean(), abstract.sharding)])
-        place = functools.partial(orbax.place, tree, path)
+        place = functools.partial(self._stored.place, path)
         if not head:
             return Leaf(shape, dtype, [read], [place])
         return Leaf(
