@@ -50,12 +50,8 @@ FAMILIES = {
     | POST_NORMS
     | {"sliding_window_size": 5, "local_rope_max_timescale": 100, "base_num_decoder_layers": 7},
     "olmo2": {"use_qk_norm": True, "logits_via_embedding": False},
-    "olmo3": {
-        "use_qk_norm": True,
-        "sliding_window_size": 5,
-        "base_num_decoder_layers": 4,
-        "logits_via_embedding": False,
-    },
+    "olmo3": {"use_qk_norm": True, "sliding_window_size": 5, "logits_via_embedding": False}
+    | {"base_num_decoder_layers": 4},
     "smollm3": {"nope_layer_interval": 2, "base_num_decoder_layers": 3, "normalize_embedding_logits": False},
     "llama4": {
         **{"use_qk_norm": True, "nope_layer_interval": 2, "interleave_moe_layer_step": 2, "temperature_tuning": True},
@@ -158,12 +154,8 @@ def losses(family, devices, **more):
 def test_eight_devices_and_other_loops_compute_what_one_device_does(family):
     """Covers norms over all heads, biases, and the remainder of a pattern, with tensor parallelism and Zero-1."""
     one, params = losses(family, 1, per_device_batch_size=16)
-    mesh = {
-        "ici_data_parallelism": 2,
-        "ici_fsdp_parallelism": 2,
-        "ici_tensor_parallelism": 2,
-        "sharding_tolerance": 1.0,
-    }
+    mesh = dict.fromkeys(("ici_data_parallelism", "ici_fsdp_parallelism", "ici_tensor_parallelism"), 2)
+    mesh |= {"sharding_tolerance": 1.0}
     how = {"shard_optimizer_over_data": True, "gradient_accumulation_steps": 2, "scan_layers": False}
     many, others = losses(family, 8, per_device_batch_size=1, attention="blockwise", **mesh, **how)
     np.testing.assert_allclose(many, one, rtol=2e-6)
