@@ -2,8 +2,7 @@
 
 `python -m pytest -n 2` leaves these tests out and prints their number, `--tests=rest` runs only them, and
 `--tests=all` runs all tests. If the command line names tests, nothing is left out unless it has `--tests=usual`, too.
-`--share=2/3` runs the second of every three test files. The tests left out take longer than the others, so CI runs a
-third of them at each commit, in turn.
+`--share=2/3` runs the second of every three test files. CI runs a sixth of the tests left out at each commit, in turn.
 
 Left out are
 - cases of the three combinations between the first and the last one. In all five combinations the update has the same

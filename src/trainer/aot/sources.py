@@ -6,6 +6,7 @@ registries import from such strings.
 """
 
 import ast
+import functools
 import hashlib
 import re
 from collections.abc import Callable, Iterable
@@ -44,7 +45,6 @@ class _Imports:
         self.root, self.belongs = root, belongs
         self.files: set[Path] = set()
         self._followed: set[str] = set()
-        self._parsed: dict[Path, list[ast.AST]] = {}
 
     def module(self, module: str) -> None:
         """Adds a module and everything that it imports."""
@@ -57,7 +57,7 @@ class _Imports:
         packages = (self._file(".".join(parts[:depth])) for depth in range(1, len(parts)))
         # Importing a module first runs the __init__.py of each of its packages.
         self.files.update(package for package in packages if package is not None)
-        for node in self._nodes(file):
+        for node in _nodes(file.read_bytes()):
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     self.module(alias.name)
@@ -76,7 +76,7 @@ class _Imports:
             if self._file(submodule) is not None:
                 self.module(submodule)
                 return
-            for node in self._nodes(file):
+            for node in _nodes(file.read_bytes()):
                 if not isinstance(node, ast.ImportFrom):
                     continue
                 for alias in node.names:
@@ -91,12 +91,11 @@ class _Imports:
         path = self.root.joinpath(*module.split("."))
         return next((file for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()), None)
 
-    def _nodes(self, file: Path) -> list[ast.AST]:
-        """Returns the imports and the constants in a file. A string constant may name a module to import."""
-        if file not in self._parsed:
-            kinds = (ast.Import, ast.ImportFrom, ast.Constant)
-            self._parsed[file] = [n for n in ast.walk(ast.parse(file.read_bytes())) if isinstance(n, kinds)]
-        return self._parsed[file]
+
+@functools.cache
+def _nodes(code: bytes) -> list[ast.AST]:
+    """Returns the imports and the constants in a file's code. A string constant may name a module to import."""
+    return [n for n in ast.walk(ast.parse(code)) if isinstance(n, ast.Import | ast.ImportFrom | ast.Constant)]
 
 
 def _absolute(node: ast.ImportFrom, module: str, file: Path) -> str:
