@@ -22,9 +22,9 @@ import compiler
 import pytest
 from whole import is_whole
 
-# Each limit is the number of 2026-12-01 in the README's command plus a fifth or plus 10; for unit/inference, unit/layers,
-# unit/products and unit/training plus a third. In that command a folder reuses programs that other folders made in the
-# same process, so its number depends on the order of the tests.
+# Each limit is the number of 2026-12-01 in the README's command plus a fifth or plus 10, and plus a third for
+# unit/inference, unit/layers, unit/products and unit/training. In that command a folder reuses programs that other
+# folders made in the same process, so its number depends on the order of the tests.
 LIMITS = {
     "integration": 424,
     "unit/aot": 20,
